@@ -1,0 +1,92 @@
+"""Cluster: the accelerators of a job and the links between them."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from costmodel.spec.base import PlanError, Spec
+
+LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "ethernet", "tcpx", "ici", "shm"]
+
+
+class Accelerator(Spec):
+    """One device, as its data sheet states it. Rates are dense peaks; links are one-way."""
+
+    name: str
+    vendor: str = "nvidia"
+    kind: Literal["cuda", "rocm", "hpu", "tpu", "cpu"] = "cuda"
+    architecture: str = ""
+    memory_bytes: PositiveInt
+    """What the device offers to programs, which is less than its label."""
+    memory_bytes_per_s: PositiveFloat
+    flops_per_s: dict[str, float] = Field(default_factory=dict)
+    """Dense peak by dtype: fp32, tf32, fp16, bf16, fp8, fp4. A missing dtype is not supported."""
+    units: int = Field(0, ge=0)
+    """Streaming multiprocessors (compute units on AMD, cores on a CPU)."""
+    l2_bytes: int = Field(0, ge=0)
+    link: LinkKind = "pcie"
+    link_bytes_per_s: NonNegativeFloat = 0.0
+    """Scale-up rate of one device, one way."""
+    peer_bytes_per_s: NonNegativeFloat = 0.0
+    """Rate between one pair; equal to the scale-up rate behind a switch."""
+    switch_reduces: bool = False
+    """The scale-up switch can reduce (NVLS)."""
+    pcie_bytes_per_s: NonNegativeFloat = 0.0
+    tdp_w: NonNegativeFloat = 0.0
+    confidence: str = "read"
+    source: str = ""
+
+    @property
+    def kernel_table(self) -> Literal["cuda", "cpu"]:
+        """Which kernels run, and so what autograd saves."""
+        return "cpu" if self.kind == "cpu" else "cuda"
+
+
+class Level(Spec):
+    """One level of the topology: the ranks it joins and what one of them can send."""
+
+    name: str
+    kind: LinkKind
+    domain: PositiveInt
+    """Ranks that reach one another at this level."""
+    bytes_per_s: PositiveFloat
+    """One-way rate of one GPU."""
+    latency_s: NonNegativeFloat | None = None
+    """None: the profile's latency of this kind of link."""
+    switch_reduces: bool = False
+
+
+class Cluster(Spec):
+    """The GPUs of one job: device, count, and topology levels, innermost first."""
+
+    name: str = "custom"
+    accelerator: Accelerator
+    gpus: PositiveInt
+    """World size: the ranks of the job."""
+    gpus_per_node: PositiveInt
+    levels: tuple[Level, ...] = ()
+    host: str = "generic"
+    """Which host constants of the profiles apply."""
+    host_memory_bytes: int = Field(0, ge=0)
+    """Host memory of one node; 0 where unknown."""
+
+    @model_validator(mode="after")
+    def _nodes_are_full(self) -> "Cluster":
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            low = self.gpus // self.gpus_per_node * self.gpus_per_node
+            raise PlanError("cluster.gpus", self.gpus, f"more than one node is used whole: gpus must be a multiple of "
+                            f"gpus_per_node = {self.gpus_per_node}.", f"Use gpus = {low} or {low + self.gpus_per_node}.")
+        reach = max((level.domain for level in self.levels), default=1)
+        if reach < self.gpus:
+            raise PlanError("cluster.levels", reach, f"no level of the topology joins all {self.gpus} GPUs.",
+                            f"Add a level with domain = {self.gpus}.")
+        return self
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def gpus_in_node(self) -> int:
+        """Ranks of the job in one node."""
+        return min(self.gpus, self.gpus_per_node)

@@ -1,0 +1,93 @@
+"""Plan: how one training step is spread over the ranks."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from costmodel.spec.base import Spec
+
+Framework = Literal["pytorch", "deepspeed", "megatron", "nanochat"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "naive", "zb-h1", "interleaved-zb", "zbv", "dualpipev"]
+MIB = 1 << 20
+
+
+class Checkpointing(Spec):
+    """Activation checkpointing: which layers keep only their input and run forward again in backward."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    group: PositiveInt = 1
+    """full: consecutive layers that share one saved input."""
+    every: PositiveInt = 1
+    """full: checkpoint every k-th layer, the first of each k."""
+    ops: tuple[str, ...] = ()
+    """selective: ("attention",) recomputes the attention core; ("op",) saves every other matmul and attention."""
+
+
+class Plan(Spec):
+    """Degrees of parallelism, what is sharded, and the dialect that does it."""
+
+    framework: Framework = "pytorch"
+    zero: int = Field(0, ge=0, le=3)
+    """0 replicates all state (DDP); 1 shards optimizer state; 2 also gradients; 3 also parameters (PyTorch: FSDP2)."""
+    single_process: bool = False
+    """torch.nn.DataParallel: one process drives all GPUs of the data-parallel axis."""
+    dp_replicate: PositiveInt = 1
+    """Ranks that hold copies of the state."""
+    dp_shard: PositiveInt = 1
+    """Ranks over which the state of the ZeRO stage is split."""
+    tp: PositiveInt = 1
+    sequence_parallel: bool = False
+    tp_overlap: Literal["none", "async", "userbuffers"] = "none"
+    loss_parallel: bool = False
+    """Logits stay split by vocabulary over tp."""
+    pp: PositiveInt = 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: PositiveInt = 1
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage, in order of the model; empty divides evenly."""
+    cp: PositiveInt = 1
+    cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
+    ep: PositiveInt = 1
+    ep_overlap: bool = False
+    checkpointing: Checkpointing = Checkpointing()
+    offload: Literal["none", "optimizer", "params"] = "none"
+    """What lives in host memory between uses."""
+    activation_offload: bool = False
+    bucket_bytes: PositiveInt = 25 * MIB
+    """DDP's and ZeRO's gradient bucket (DeepSpeed: reduce_bucket_size in bytes of the gradient dtype)."""
+    first_bucket_bytes: PositiveInt = 1 * MIB
+    """DDP's first bucket."""
+    gradient_as_bucket_view: bool = False
+    sync_each_micro_batch: bool = False
+    """Reduce gradients after every micro-batch (no no_sync)."""
+    reshard_after_forward: bool = True
+    """FSDP frees gathered parameters after forward and gathers them again in backward."""
+    forward_prefetch: int = Field(0, ge=0)
+    """FSDP layers gathered ahead explicitly in forward, beyond the implicit one."""
+    backward_prefetch: bool = True
+    overlap_grad_reduce: bool = True
+    """Megatron and DeepSpeed: reduce gradients during backward."""
+    overlap_param_gather: bool = False
+    """Megatron's distributed optimizer: gather parameters during the next forward."""
+    prefetch_bucket_params: int = Field(50_000_000, ge=0)
+    """DeepSpeed stage 3: stage3_prefetch_bucket_size, in parameters."""
+    max_live_params: int = Field(1_000_000_000, ge=0)
+    """DeepSpeed stage 3: stage3_max_live_parameters."""
+    allgather_bucket_params: int = Field(500_000_000, ge=1)
+    """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters."""
+    contention: PositiveFloat | None = None
+    """Seconds of compute lost per second of hidden communication; None: the profile's."""
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree of the batch arithmetic: dp_replicate x dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks over which sharded state is split: dp_shard x cp."""
+        return self.dp_shard * self.cp
