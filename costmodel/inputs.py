@@ -9,13 +9,15 @@ The input is a nested mapping, the form of a run file:
 """
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from costmodel import catalog
-from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run
+from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
 from costmodel.spec.sizing import model_from_params
 
@@ -23,7 +25,13 @@ DEFAULT_GPU = "h100_sxm"
 DEFAULT_SEQ_LEN = 4096
 STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron")
 OPTIMIZER_WORDS = ("sgd", "momentum", "adam", "adamw", "adam8bit", "muon")
+STRATEGY_FIELDS: dict[str, dict[str, Any]] = {
+    "single": {"zero": 0}, "ddp": {"zero": 0}, "dataparallel": {"zero": 0, "single_process": True}, "zero1": {"zero": 1},
+    "zero2": {"zero": 2}, "zero3": {"zero": 3}, "fsdp": {"zero": 3}, "fsdp2": {"zero": 3}, "hsdp": {"zero": 3},
+    "megatron": {"framework": "megatron"}}
+"""What each strategy word means; "hsdp" also shards within a node only."""
 INPUT_KEYS = ("model", "params", "cluster", "plan", "recipe", "profile")
+LARGEST_NUMBER = 10**15
 
 
 class Resolved(NamedTuple):
@@ -33,14 +41,20 @@ class Resolved(NamedTuple):
     assumed: dict[str, str]
 
 
+CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes")
+PLAN_WORDS = ("strategy", "dp", "bucket_mb")
+S = TypeVar("S", bound=Spec)
+
+
 def resolve(given: Mapping[str, Any]) -> Resolved:
     """Build the Run of an input mapping. Raises PlanError with field, value, rule and a value that works."""
     assumed: dict[str, str] = {}
     unknown_keys("", given, INPUT_KEYS)
+    given = {key: _plain(key, value) for key, value in given.items()}
     plan_in, recipe_in, cluster_in = (_section(given, key) for key in ("plan", "recipe", "cluster"))
     try:
         model = _model(given, assumed)
-        cluster = _cluster(cluster_in, plan_in, assumed)
+        cluster = _cluster(cluster_in, plan_in, recipe_in, assumed)
         plan = _plan(plan_in, cluster, assumed)
         recipe = _recipe(recipe_in, model, cluster, plan, assumed)
         return Resolved(Run(model=model, cluster=cluster, plan=plan, recipe=recipe), assumed)
@@ -60,9 +74,35 @@ def first_error(error: ValidationError, prefix: str = "") -> PlanError:
     if isinstance(inner, PlanError):
         return inner
     path = ".".join([*([prefix] if prefix else [_owner(error)]), *(str(p) for p in detail["loc"])]).strip(".")
-    if detail["type"] == "extra_forbidden":
-        return PlanError(path, detail["input"], "there is no such field.", "Remove it, or see docs/run.md for the fields.")
-    return PlanError(path, detail["input"], f"{detail['msg'][0].lower()}{detail['msg'][1:]}.", "See docs/run.md for what the field takes.")
+    value, ctx, last = detail["input"], detail.get("ctx", {}), path.rpartition(".")[2]
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return PlanError(path, value, "there is no such field.", "Remove it, or see docs/run.md for the fields.")
+    if kind == "missing" and last.isdigit():
+        return PlanError(path.rpartition(".")[0], None, f"it needs more than {last} items.", "docs/run.md says what it takes.")
+    if kind == "missing":
+        return PlanError(path, None, "it is needed and not given.", f"Give {last}; docs/run.md says what it takes.")
+    if kind == "literal_error":
+        words = re.findall(r"'([^']*)'", str(ctx.get("expected", "")))
+        close = difflib.get_close_matches(str(value).lower(), words, 1)
+        meant = f"Did you mean {close[0]}? " if close else ""
+        return PlanError(path, value, "is not one of the choices.", f"{meant}Use one of {', '.join(words)}.")
+    if kind in _BOUNDS:
+        bound, relation, nudge = _BOUNDS[kind]
+        return PlanError(path, value, f"must be {relation} {ctx[bound]:g}.", f"Use {last} = {ctx[bound] + nudge:g}.")
+    for start, rule, advice in _WRONG_TYPE:
+        if kind.startswith(start):
+            return PlanError(path, value, rule, advice.format(last))
+    return PlanError(path, value, f"{detail['msg'][0].lower()}{detail['msg'][1:]}.", "See docs/run.md for what the field takes.")
+
+
+_BOUNDS = {"greater_than": ("gt", "above", 1), "greater_than_equal": ("ge", "at least", 0), "less_than_equal": ("le", "at most", 0),
+           "less_than": ("lt", "below", -1)}
+_WRONG_TYPE = (("int", "must be a whole number.", "Use {} = 8, say."), ("float", "must be a number.", "Use {} = 0.1, say."),
+               ("finite", "must be a finite number.", "Use {} = 0.1, say."), ("bool", "must be true or false.", "Use {} = true."),
+               ("string", "must be a word.", "Write {} in quotes."), ("tuple", "must be a list.", "Write {} = [1, 2], say."),
+               ("model", "must be a table of fields.", "docs/run.md lists the fields of {}."),
+               ("dict", "must be a table of fields.", "docs/run.md lists the fields of {}."))
 
 
 def _owner(error: ValidationError) -> str:
@@ -87,7 +127,35 @@ def unknown_keys(section: str, given: Mapping[str, Any], known: tuple[str, ...])
         if key not in known:
             close = difflib.get_close_matches(str(key), known, 1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(known)}."
+            if not section and (homes := [f"{home}.{key}" for home, fields in _SECTIONS.items() if key in fields]):
+                hint = f"Did you mean {' or '.join(homes)}?"
             raise PlanError(f"{section}.{key}".strip("."), given[key], "there is no such field.", hint)
+
+
+_SECTIONS: dict[str, tuple[str, ...]] = {
+    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": tuple(Recipe.model_fields), "cluster": CLUSTER_WORDS, "model": tuple(Model.model_fields)}
+
+
+def _plain(field: str, value: Any) -> Any:
+    """A value as TOML knows them: finite, of bounded size, lists as tuples. Spec objects pass."""
+    if isinstance(value, Spec):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(f"{field}.{key}", inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_plain(f"{field}.{i}", inner) for i, inner in enumerate(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(field, value, "is not a finite number.", "Use one such as 0.1.")
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        raise PlanError(field, f"{str(value)[:12]}...", "is too large for anything here.", f"Stay below {LARGEST_NUMBER:,}.")
+    if value is not None and not isinstance(value, bool | str | int | float):
+        raise PlanError(field, value, f"a {type(value).__name__} means nothing here.", "Write a number, a word, true or false, a list or a table.")
+    return value
+
+
+def _build(kind: type[S], fields: Mapping[str, Any]) -> S:
+    """A Spec of exactly these fields: text is not read as a number, nor true as 1."""
+    return kind.model_validate(fields, strict=True)
 
 
 def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
@@ -95,7 +163,12 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     if model is not None and params is not None:
         raise PlanError("params", params, "both a model and a parameter count are given.", "Give one of the two.")
     if params is not None:
-        shape = model_from_params(params)
+        if not isinstance(params, str | int | float) or isinstance(params, bool):
+            raise PlanError("params", params, "is not a number of parameters.", "Write it as 350M, 1B or 70e9.")
+        try:
+            shape = model_from_params(str(params))
+        except OverflowError:
+            raise PlanError("params", params, "is not a finite number of parameters.", "Write it as 350M, 1B or 70e9.") from None
         assumed["model"] = shape.shape_rule
         return shape
     if model is None:
@@ -107,64 +180,101 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     if not isinstance(model, Mapping):
         raise PlanError("model", model, "must be a name or a table of fields.", "Use --model llama-3-8b.")
     fields = dict(model)
-    if "base" in fields:
-        fields = {**catalog.model(str(fields.pop("base"))).model_dump(), "name": "custom", **fields}
+    base = fields.pop("base", None)
     unknown_keys("model", fields, tuple(Model.model_fields))
-    return Model.model_validate(fields)
+    return _build(Model, fields if base is None else {**_base_fields(str(base), fields), **fields})
 
 
-def _cluster(given: dict[str, Any], plan: Mapping[str, Any], assumed: dict[str, str]) -> Cluster:
+def _base_fields(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a catalogue model that a changed copy keeps; what followed from a changed field follows again."""
+    base = catalog.model(name)
+    fields = {**base.model_dump(), "name": f"{base.name}, changed", "shape_rule": ""}
+    if "hidden" in changes and base.embedding_dim == base.hidden:
+        del fields["embedding_dim"]
+    if "heads" in changes and base.kv_heads == base.heads:
+        del fields["kv_heads"]
+    if changes.keys() & {"hidden", "heads"} and base.head_dim * base.heads == base.hidden:
+        del fields["head_dim"]
+    return fields
+
+
+def _cluster(given: dict[str, Any], plan: Mapping[str, Any], recipe: Mapping[str, Any], assumed: dict[str, str]) -> Cluster:
     if "accelerator" in given and isinstance(given["accelerator"], Mapping):
         unknown_keys("cluster", given, tuple(Cluster.model_fields))
-        return Cluster.model_validate(given)
-    known = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host")
-    unknown_keys("cluster", given, known)
-    given.setdefault("gpu", given.pop("accelerator", None))
-    gpu, name = given.get("gpu"), given.get("name")
+        return _build(Cluster, given)
+    unknown_keys("cluster", given, CLUSTER_WORDS)
+    given = {key: value for key, value in given.items() if value is not None}
+    if "accelerator" in given:
+        given.setdefault("gpu", given.pop("accelerator"))
     for key in ("gpus", "nodes", "gpus_per_node"):
-        if given.get(key) is not None and (isinstance(given[key], bool) or not isinstance(given[key], int) or given[key] < 1):
+        if key in given and (isinstance(given[key], bool) or not isinstance(given[key], int) or given[key] < 1):
             raise PlanError(f"cluster.{key}", given[key], "must be a whole number of at least 1.", f"Use {key} = 8.")
+    for key in ("gpu", "name"):
+        if key in given and not isinstance(given[key], str):
+            raise PlanError(f"cluster.{key}", given[key], "must be a name of the catalogue.", "Use gpu = \"h100\", say.")
+    gpu, name = given.get("gpu"), given.get("name")
     if not gpu and not name:
         gpu = DEFAULT_GPU
         assumed["cluster.gpu"] = f"{DEFAULT_GPU} (default)"
     gpus, nodes = given.get("gpus"), given.get("nodes")
     if gpus is None and nodes is None:
-        degrees = 1
-        for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
-            value = plan.get(key)
-            degrees *= value if isinstance(value, int) and value > 0 else 1
-        gpus = degrees
-        assumed["cluster.gpus"] = f"{gpus} (product of the degrees given)"
-    return catalog.cluster(gpus=gpus, gpu=gpu, name=name, gpus_per_node=given.get("gpus_per_node"), nodes=nodes)
+        gpus, why = _gpus_of_degrees(plan, recipe)
+        assumed["cluster.gpus"] = f"{gpus} ({why})"
+    cluster = catalog.cluster(gpus=gpus, gpu=gpu, name=name, gpus_per_node=given.get("gpus_per_node"), nodes=nodes)
+    changes: dict[str, Any] = {key: given[key] for key in ("host", "levels", "host_memory_bytes") if key in given}
+    return _build(Cluster, {**cluster.model_dump(), **changes}) if changes else cluster
+
+
+def _gpus_of_degrees(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[int, str]:
+    """The world size where none is given: the product of the degrees, dp from the batch figures if they say it."""
+    def size(table: Mapping[str, Any], key: str) -> int:
+        value = table.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+    other = 1
+    for key in ("tp", "pp", "cp"):
+        other *= size(plan, key) or 1
+    dp = size(plan, "dp") or (size(plan, "dp_replicate") or 1) * (size(plan, "dp_shard") or 1)
+    unit, total = size(recipe, "micro_batch") * size(recipe, "grad_accum"), size(recipe, "global_batch")
+    if dp == 1 and unit and total > unit and total % unit == 0 and not any(plan.get(k) for k in ("dp", "dp_replicate", "dp_shard")):
+        return total // unit * other, f"the batch figures give dp = {total // unit}"
+    return dp * other, "product of the degrees given"
 
 
 def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> Plan:
-    unknown_keys("plan", given, (*Plan.model_fields, "strategy", "dp", "bucket_mb"))
+    unknown_keys("plan", given, (*Plan.model_fields, *PLAN_WORDS))
+    given = {key: value for key, value in given.items() if value is not None}
     strategy = given.pop("strategy", None)
     gpus = cluster.gpus
     for key in ("tp", "pp", "cp", "ep", "dp", "dp_replicate", "dp_shard"):
-        if given.get(key) is None:
-            given.pop(key, None)
-        elif isinstance(given[key], bool) or not isinstance(given[key], int) or given[key] < 1:
+        if key in given and (isinstance(given[key], bool) or not isinstance(given[key], int) or given[key] < 1):
             raise PlanError(f"plan.{key}", given[key], "a degree is a whole number of at least 1.", f"Use {key} = 1.")
-    if isinstance(given.get("checkpointing"), str):
-        given["checkpointing"] = checkpointing_word(given["checkpointing"])
+    if "checkpointing" in given:
+        given["checkpointing"] = _from_word("plan.checkpointing", given["checkpointing"], Checkpointing, checkpointing_word)
+    else:
+        assumed["plan.checkpointing"] = "none (default)"
+    if "zero" in given and (isinstance(given["zero"], bool) or given["zero"] not in (0, 1, 2, 3)):
+        raise PlanError("plan.zero", given["zero"], "a ZeRO stage is 0 (DDP), 1, 2 or 3 (FSDP).", "Use zero = 3.")
     if "bucket_mb" in given:
-        given["bucket_bytes"] = int(float(given.pop("bucket_mb")) * (1 << 20))
+        size = given.pop("bucket_mb")
+        if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0:
+            raise PlanError("plan.bucket_mb", size, "must be a number of MiB above 0.", "Use bucket_mb = 25.")
+        given["bucket_bytes"] = max(1, int(size * (1 << 20)))
     if strategy is not None:
         _apply_strategy(str(strategy), given)
+    default_dialect = "framework" not in given
     other = given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
     if gpus % other:
         raise PlanError("plan", f"tp x pp x cp = {other}", f"it must divide the {gpus} GPUs.", f"Use --gpus {other * max(1, round(gpus / other))}.")
     dp, asked = gpus // other, given.pop("dp", None)
     if asked is not None and asked != dp:
         raise PlanError("plan.dp", asked, f"{gpus} GPUs / (tp x pp x cp = {other}) leave dp = {dp}.", f"Use dp = {dp}, or --gpus {asked * other}.")
-    if strategy == "single" and gpus > 1:
+    if strategy is not None and strategy_key(strategy) == "single" and gpus > 1:
         raise PlanError("plan.strategy", "single", f"a single process uses one GPU, and the run has {gpus}.", "Use --gpus 1, or --strategy ddp.")
     shards = given.get("zero", 0) in (1, 2, 3)
     replicate, shard = given.get("dp_replicate"), given.get("dp_shard")
     if replicate is None and shard is None:
-        if strategy == "hsdp":
+        if strategy is not None and strategy_key(strategy) == "hsdp":
             shard = min(dp, max(1, cluster.gpus_in_node // max(1, given.get("tp", 1))))
             assumed["plan.dp_shard"] = f"{shard} (HSDP shards within a node)"
         else:
@@ -178,27 +288,32 @@ def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> P
     if shard is None:
         shard = dp // replicate
     given["dp_replicate"], given["dp_shard"] = replicate, shard
+    if given.get("sync_each_micro_batch") is None:
+        given["sync_each_micro_batch"] = given.get("zero", 0) in (2, 3)
     if strategy is None and "zero" not in given and gpus > 1 and replicate == dp > 1 and not given.get("single_process"):
         assumed["plan.strategy"] = "ddp (default)"
-    return Plan.model_validate(given)
+    if default_dialect and gpus > 1:
+        assumed["plan.framework"] = "pytorch (default)"
+    return _build(Plan, given)
 
 
 def _apply_strategy(word: str, given: dict[str, Any]) -> None:
     """Resolve an input word into fields; a contradiction with a field given beside it is an error."""
-    word = word.lower().replace("-", "").replace("_", "").replace("2", "2")
-    fields: dict[str, dict[str, Any]] = {
-        "single": {"zero": 0}, "ddp": {"zero": 0}, "dataparallel": {"zero": 0, "single_process": True},
-        "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "fsdp": {"zero": 3}, "fsdp2": {"zero": 3},
-        "hsdp": {"zero": 3}, "megatron": {"framework": "megatron"}}
-    if word not in fields:
-        close = difflib.get_close_matches(word, STRATEGIES, 1)
+    fields = STRATEGY_FIELDS.get(strategy_key(word))
+    if fields is None:
+        close = difflib.get_close_matches(strategy_key(word), STRATEGIES, 1)
         raise PlanError("plan.strategy", word, "is not a strategy.",
                         f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(STRATEGIES)}.")
-    for key, value in fields[word].items():
+    for key, value in fields.items():
         if given.get(key) is None:
             given[key] = value
         elif given[key] != value:
             raise PlanError(f"plan.{key}", given[key], f"strategy {word} means {key} = {value}.", f"Leave {key} out, or the strategy.")
+
+
+def strategy_key(word: object) -> str:
+    """A strategy word without case and separators: "ZeRO-3" is zero3."""
+    return str(word).lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
 def checkpointing_word(word: str) -> Checkpointing:
@@ -225,30 +340,56 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
     if "seq_len" not in given:
         given["seq_len"] = min(DEFAULT_SEQ_LEN, model.position_rows or DEFAULT_SEQ_LEN)
         assumed["recipe.seq_len"] = f"{given['seq_len']} tokens (default)"
-    precision = given.get("precision")
-    if precision is None:
-        flops = cluster.accelerator.flops_per_s
-        cpu = cluster.accelerator.kernel_table == "cpu"
-        precision = "fp32" if cpu or not ({"bf16", "fp16"} & set(flops)) else "bf16-mixed" if "bf16" in flops else "fp16-mixed"
-        assumed["recipe.precision"] = f"{precision} (default)"
-    if isinstance(precision, str):
-        given["precision"] = precision_preset(precision, plan)
-    elif isinstance(precision, Mapping) and "base" in precision:
-        fields = dict(precision)
-        base = precision_preset(str(fields.pop("base")), plan)
-        unknown_keys("recipe.precision", fields, tuple(Precision.model_fields))
-        given["precision"] = Precision.model_validate({**base.model_dump(), **fields})
-    optimizer = given.get("optimizer")
-    if optimizer is None:
-        assumed["recipe.optimizer"] = "adamw, fused kernel (default)"
-    elif isinstance(optimizer, str):
-        given["optimizer"] = optimizer_word(optimizer)
-    for key, value in (("attention", "sdpa"), ("loss", "eager"), ("compile", False), ("cuda_graphs", False), ("allocator", "default"),
-                       ("dropout", 0.0), ("clip_norm", 1.0)):
+    default = _default_precision(cluster)
+    if "precision" not in given:
+        assumed["recipe.precision"] = f"{default} (default)"
+    elif isinstance(given["precision"], Mapping) and not {"base", "parameter", "compute", "gradient", "reduce"} <= {"base", *given["precision"]}:
+        given["precision"] = {"base": default, **given["precision"]}
+        if given["precision"]["base"] == default:
+            assumed["recipe.precision.base"] = f"{default} (default), with the fields given"
+    given["precision"] = _from_word("recipe.precision", given.get("precision", default), Precision, lambda word: precision_preset(word, plan))
+    if "optimizer" in given:
+        given["optimizer"] = _from_word("recipe.optimizer", given["optimizer"], OptimizerSpec, optimizer_word)
+    else:
+        assumed["recipe.optimizer"] = "adamw (default; fused kernel)"
+    for key, words in _KERNEL_DEFAULTS.items():
         if key not in given:
-            assumed[f"recipe.{key}"] = f"{value} (default)"
+            assumed[f"recipe.{key}"] = words
     given.update(_batch(given, plan, assumed))
-    return Recipe.model_validate(given)
+    return _build(Recipe, given)
+
+
+def _default_precision(cluster: Cluster) -> str:
+    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32."""
+    accelerator = cluster.accelerator
+    if accelerator.kernel_table == "cpu":
+        return "fp32"
+    return next((f"{dtype}-mixed" for dtype in ("bf16", "fp16") if dtype in accelerator.flops_per_s), "fp32")
+
+
+_KERNEL_DEFAULTS = {
+    "attention": "sdpa (default; PyTorch picks the fused kernel)", "loss": "eager (default; keeps an fp32 copy of the logits)",
+    "compile": "off (default; eager kernels)", "cuda_graphs": "off (default)",
+    "allocator": "default (PyTorch's, segments not expandable)", "grad_accum_fusion": "off (default)", "dropout": "0 (default)",
+    "clip_norm": "1.0 (default; gradients are clipped)"}
+"""What of the recipe decides figures and is easily left out, with its default in words."""
+
+
+def _from_word(field: str, value: Any, kind: type[S], word: Callable[[str], S]) -> S:
+    """A table that may be written as one word, or as a word (`base`) with some fields changed."""
+    if isinstance(value, str):
+        return word(value)
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise PlanError(field, value, "must be a word or a table of fields.", "docs/run.md lists both.")
+    fields = dict(value)
+    base = fields.pop("base", None)
+    unknown_keys(field, fields, tuple(kind.model_fields))
+    changed = {} if base is None else word(str(base)).model_dump()
+    if base is not None and "name" in changed and kind is Precision:
+        changed["name"] = f"{changed['name']}, changed"
+    return _build(kind, {**changed, **fields})
 
 
 def optimizer_word(word: str) -> OptimizerSpec:
@@ -277,7 +418,7 @@ def _batch(given: Mapping[str, Any], plan: Plan, assumed: dict[str, str]) -> dic
         sizes[key] = value
     dp, total = plan.dp, sizes.get("global_batch")
     if total is None:
-        for key, default in (("micro_batch", 1), ("grad_accum", plan.pp if plan.pp > 1 else 1)):
+        for key, default in (("micro_batch", 1), ("grad_accum", plan.pp)):
             if key not in sizes:
                 sizes[key] = default
                 assumed[f"recipe.{key}"] = f"{default} (default)"
