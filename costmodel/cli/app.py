@@ -1,0 +1,91 @@
+"""The commands of `costmodel`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from costmodel.cli import listing
+from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, set_debug
+from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
+
+if TYPE_CHECKING:
+    from costmodel.catalog.profiles import Profile
+    from costmodel.inputs import Resolved
+    from costmodel.report import StepReport
+
+SCHEMA = 1
+app = typer.Typer(name="costmodel", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
+                  no_args_is_help=True, context_settings={"max_content_width": 100},
+                  help="What a training step costs in memory and time when it is spread over many GPUs.")
+app.add_typer(listing.app, name="list")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from costmodel import __version__
+        print(f"costmodel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.", show_default=False)] = False,
+    debug: Annotated[bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show the traceback of an error.",
+                                        show_default=False)] = False,
+) -> None:
+    """Exit codes: 0 done, 1 unexpected error, 2 bad input, 3 does not fit in memory."""
+
+
+@app.command(cls=SectionedCommand)
+@takes_run
+def predict(
+    given: Given,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/report.md) instead of the text.", show_default=False)] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
+                                                help="Write to a file instead: JSON where it ends in .json, else the text.")] = None,
+) -> None:
+    """Predict memory and time of one training step, without running it.
+
+    Exit code 3: the run does not fit in memory.
+    """
+    from costmodel.catalog.profiles import load_profile
+    from costmodel.predict import predict as predict_run
+    resolved = given.resolve()
+    with given.naming():
+        profile = load_profile(resolved.run, given.profile)
+        report = predict_run(resolved.run, profile)
+    if as_json or (output is not None and output.suffix.lower() == ".json"):
+        text = as_document(resolved, profile, report)
+    else:
+        text = as_text(resolved, profile, report, to_file=output is not None)
+    if output is None:
+        print(text, end="")
+    else:
+        from costmodel.cli.files import write_whole
+        write_whole(output, text)
+        print(f"wrote {output}", file=sys.stderr)
+    if report.verdict == "does not fit":
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:
+    """A prediction as plain data with stable keys: docs/report.md."""
+    return {"schema": SCHEMA, "run": resolved.run.model_dump(mode="json"), "assumed": resolved.assumed,
+            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict()}
+
+
+def as_document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> str:
+    """The document as JSON."""
+    import json
+    return json.dumps(document(resolved, profile, report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_text(resolved: "Resolved", profile: "Profile", report: "StepReport", to_file: bool = False) -> str:
+    """The prediction for people."""
+    from costmodel.render.prediction import render
+    from costmodel.render.text import Page, screen_width, wants_colour
+    page = Page(100) if to_file else Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    assumed = [(flag_of("params" if field == "model" else field), why) for field, why in resolved.assumed.items()]
+    return render(resolved.run, assumed, report, profile.name, page)

@@ -1,0 +1,121 @@
+"""Run files in (TOML, YAML, JSON), results out."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from costmodel.cli.guard import InputError
+
+SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The mapping a run file holds. A file that `predict --json` wrote gives its run back."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"{path}: a run file ends in .toml, .yaml or .json. Rename it to say which it is.")
+    text = _text(path)
+    try:
+        data = _parse(path, text)
+    except RecursionError:
+        raise InputError(f"{path}: it is nested too deeply. A run is a few tables: model, cluster, plan, recipe.") from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: it holds a {type(data).__name__}, and a run is a table. "
+                         "Write fields such as params, and the tables cluster, plan and recipe.")
+    if "schema" in data and isinstance(data.get("run"), dict):
+        data = dict(data["run"])
+    return data
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file. {_nearby(path)}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8 text. Save it as UTF-8.") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(f"{path}: it cannot be read ({why}). Give a readable .toml, .yaml or .json file.") from None
+
+
+def _nearby(path: Path) -> str:
+    import difflib
+    try:
+        names = [p.name for p in path.parent.iterdir() if p.suffix.lower() in SUFFIXES]
+    except OSError:
+        names = []
+    close = difflib.get_close_matches(path.name, names, 1)
+    return f"Did you mean {path.parent / close[0]}?" if close else "Give the path of a .toml, .yaml or .json file, or flags alone."
+
+
+def _parse(path: Path, text: str) -> Any:
+    kind = path.suffix.lower()
+    if kind == ".toml":
+        import tomllib
+        try:
+            return tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, ValueError) as error:
+            raise _broken(path, "TOML", f"{error}", text) from None
+    if kind == ".json":
+        import json
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _broken(path, "JSON", f"{error.msg} (at line {error.lineno}, column {error.colno})", text) from None
+        except ValueError as error:
+            raise _broken(path, "JSON", str(error), text) from None
+    return _parse_yaml(path, text)
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.2's floats: 3e-4 is a number, not a word."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise _broken(path, "YAML", f"{error.problem or error.context}{where}", text) from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise _broken(path, "YAML", " ".join(str(error).split()), text) from None
+
+
+def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:
+    """A syntax error, with the line it is on."""
+    import re
+    message = f"{path}: not valid {kind}: {problem}."
+    found = re.search(r"line (\d+)", problem)
+    lines = text.splitlines()
+    if found and 1 <= int(found[1]) <= len(lines) and lines[int(found[1]) - 1].strip():
+        line = lines[int(found[1]) - 1].strip()
+        message += f" That line reads: {line if len(line) <= 60 else line[:57] + '...'}"
+    return InputError(message)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new one, never a part."""
+    if path.is_dir():
+        raise InputError(f"-o {path}: it is a directory. Name a file in it, such as {path / 'prediction.json'}.")
+    if not path.parent.is_dir():
+        raise InputError(f"-o {path}: there is no directory {path.parent}. Create it first.")
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"-o {path}: it cannot be written ({error.strerror}). Choose another place.") from None

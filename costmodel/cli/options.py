@@ -1,0 +1,330 @@
+"""The options that describe a run, defined once for every command that takes one.
+
+A run comes from a file, from flags, or from both: flags override the file, `--set` overrides both. `@takes_run` gives a
+command the options and hands it a `Given`, which remembers who wrote which field, so that an error can name the flag or the file.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from costmodel.cli.guard import InputError, set_debug, shown, subject
+
+if TYPE_CHECKING:
+    from costmodel.inputs import Resolved
+    from costmodel.spec import PlanError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Kind = Literal["word", "whole", "number", "switch"]
+_METAVAR = {"word": "WORD", "whole": "N", "number": "X"}
+EXAMPLES = {"--gpus": "8", "--zero": "3", "--seq-len": "4096", "--dropout": "0.1"}
+
+
+class Flag(NamedTuple):
+    """One option: how it is written, the field it sets, what it takes."""
+
+    name: str
+    field: str
+    kind: Kind
+    help: str
+
+    @property
+    def parameter(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+MODEL, SPREAD, STEP = "Model and machines", "How the step is spread", "What a step computes"
+FLAGS: tuple[Flag, ...] = (
+    Flag("--params", "params", "word", "Parameter count: 350M, 1B, 70e9. Takes a Llama-style shape within 1% and says which."),
+    Flag("--model", "model", "word", "A model by name (`costmodel list models`), instead of --params."),
+    Flag("--gpus", "cluster.gpus", "whole", "GPUs of the job: the world size. Default: the product of the degrees."),
+    Flag("--nodes", "cluster.nodes", "whole", "Nodes they are spread over. Default: as few as hold them."),
+    Flag("--gpu", "cluster.gpu", "word", "GPU by name (`costmodel list gpus`). Default: h100_sxm."),
+    Flag("--cluster", "cluster.name", "word", "Node type by name (`costmodel list clusters`). Default: the GPU's usual one."),
+    Flag("--strategy", "plan.strategy", "word", "single, dataparallel, ddp, zero1, zero2, zero3, fsdp, hsdp or megatron."),
+    Flag("--zero", "plan.zero", "whole", "ZeRO stage 0 to 3; 3 is FSDP2 in PyTorch. Default: 0 (DDP)."),
+    Flag("--framework", "plan.framework", "word", "Dialect: pytorch, deepspeed, megatron or nanochat. Default: pytorch."),
+    Flag("--dp", "plan.dp", "whole", "Data-parallel degree. Default: the GPUs that tp, pp and cp leave."),
+    Flag("--dp-replicate", "plan.dp_replicate", "whole", "Groups that each hold a copy of the state."),
+    Flag("--dp-shard", "plan.dp_shard", "whole", "Ranks the state is split over; with --dp-replicate above 1: HSDP."),
+    Flag("--tp", "plan.tp", "whole", "Tensor-parallel degree."),
+    Flag("--sequence-parallel", "plan.sequence_parallel", "switch", "Split activations outside the tensor-parallel regions over tp."),
+    Flag("--pp", "plan.pp", "whole", "Pipeline stages."),
+    Flag("--schedule", "plan.schedule", "word", "Pipeline schedule: gpipe, 1f1b, interleaved, … Default: 1f1b."),
+    Flag("--virtual-stages", "plan.virtual_stages", "whole", "Model chunks per pipeline rank, for interleaved schedules."),
+    Flag("--cp", "plan.cp", "whole", "Context-parallel degree: ranks that share one sequence."),
+    Flag("--ep", "plan.ep", "whole", "Expert-parallel degree; it divides dp-shard x cp."),
+    Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 or selective. Default: none."),
+    Flag("--seq-len", "recipe.seq_len", "whole", "Tokens in a sequence. Default: 4096."),
+    Flag("--micro-batch", "recipe.micro_batch", "whole", "Sequences of one forward and backward of a data-parallel rank. Default: 1."),
+    Flag("--grad-accum", "recipe.grad_accum", "whole", "Micro-batches before an optimizer step. Default: 1."),
+    Flag("--global-batch", "recipe.global_batch", "whole", "Sequences of a step: micro-batch x grad-accum x dp."),
+    Flag("--precision", "recipe.precision", "word", "fp32, tf32, fp16-mixed, bf16-mixed, bf16-pure or fp8. Default: bf16-mixed."),
+    Flag("--optimizer", "recipe.optimizer", "word", "sgd, momentum, adam, adamw, adam8bit or muon; adamw:foreach names the kernel. "
+         "Default: adamw."),
+    Flag("--attention", "recipe.attention", "word", "Attention kernel: eager, sdpa, fa1, fa2, fa3 or cudnn. Default: sdpa."),
+    Flag("--loss", "recipe.loss", "word", "Loss: eager (fp32 copy of the logits), bf16, chunked or fused. Default: eager."),
+    Flag("--dropout", "recipe.dropout", "number", "Dropout probability. Default: 0."),
+    Flag("--compile", "recipe.compile", "switch", "torch.compile, layer by layer. Default: off."),
+    Flag("--profile", "profile", "word", "Machine constants (`costmodel list profiles`). Default: those of the GPU."),
+)
+_PANELS = {"params": MODEL, "model": MODEL, "cluster": MODEL, "profile": MODEL, "plan": SPREAD, "recipe": STEP}
+_BY_FIELD = {flag.field: flag for flag in FLAGS}
+_BY_LAST_NAME = {flag.field.rpartition(".")[2]: flag for flag in FLAGS}
+
+
+def flag_of(field: str) -> str:
+    """How a field is given on the command line: its flag, else `--set field=…`."""
+    if field in _BY_FIELD:
+        return _BY_FIELD[field].name
+    return f"--set {field}"
+
+
+def as_flags(advice: str) -> str:
+    """Advice in the words of a file ("Use zero = 3.") in those of the command line ("Use --zero 3.")."""
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        known = _BY_LAST_NAME.get(name)
+        if known is None:
+            return match[0]
+        if known.kind == "switch":
+            return known.name if value == "true" else f"--no-{known.name[2:]}"
+        return f"{known.name} {value.strip(chr(34))}"
+
+    return re.sub(r'\b([a-z_]+) = ("[^"]*"|[\w-]+)', flag, advice)
+
+
+class Origin(NamedTuple):
+    """Where a field's value was written: the text to show, and whether that text already holds the value."""
+
+    text: str
+    holds_value: bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user gave for a run: the input mapping of `costmodel.resolve`, and the origin of each field."""
+
+    mapping: dict[str, Any]
+    origins: dict[str, Origin]
+
+    @property
+    def profile(self) -> str | None:
+        """The profile asked for, by name or path."""
+        value = self.mapping.get("profile")
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"{self._subject('profile', value)}: is not the name of a profile. Use one of `costmodel list profiles`.")
+        return value
+
+    def resolve(self) -> "Resolved":
+        """The Run and what was assumed; what is wrong with it is an InputError that names the flag or the file."""
+        from costmodel.inputs import resolve
+        with self.naming():
+            return resolve(self.mapping)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A PlanError from inside becomes an InputError that names the flag or the file its field came from."""
+        from costmodel.spec import PlanError
+        try:
+            yield
+        except PlanError as error:
+            raise InputError(self.message(error)) from error
+
+    def message(self, error: "PlanError") -> str:
+        """The error as one line: where the value was written, the value, the rule, what works."""
+        field = self._written_field(error.field)
+        about = subject(error) if field is None else self._subject(field, error.value)
+        by_flag = field is not None and self.origins[field].text.startswith("--") and not self.origins[field].text.startswith("--set")
+        return f"{about}: {error.rule} {as_flags(error.fix) if by_flag else error.fix}"
+
+    def _written_field(self, field: str) -> str | None:
+        """The written field an error is about: itself, the table around it, or the only one of that last name."""
+        path = field
+        while path:
+            if path in self.origins:
+                return path
+            path = path.rpartition(".")[0]
+        last = [name for name in self.origins if name.rpartition(".")[2] == field]
+        if not last and field == "cluster":
+            last = [name for name in self.origins if name == "cluster.name"]
+        return last[0] if len(last) == 1 else None
+
+    def _subject(self, field: str, value: object) -> str:
+        origin = self.origins[field]
+        return origin.text if origin.holds_value else f"{origin.text} = {shown(value)}"
+
+
+def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]) -> Given:
+    """Merge a run file, flags by field and `--set` assignments; the later override the earlier."""
+    mapping: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    if run_file is not None:
+        from costmodel.cli.files import read_run_file
+        mapping = read_run_file(run_file)
+        origins = {path: Origin(f"{run_file}: {path}", False) for path in _paths(mapping)}
+    if "params" in flags and "model" in flags:
+        raise InputError(f"--params {flags['params']} and --model {flags['model']}: a run has one model. Give one of the two.")
+    for field, written in flags.items():
+        flag = _BY_FIELD[field]
+        value = _flag_value(flag, written)
+        text = (flag.name if value else f"--no-{flag.name[2:]}") if flag.kind == "switch" else f"{flag.name} {shown(written)}"
+        _drop_rivals(mapping, origins, field, value)
+        _assign(mapping, origins, field, value, Origin(text, True))
+    for setting in settings:
+        field, equals, written = setting.partition("=")
+        field = field.strip()
+        if not equals or not all(field.split(".")):
+            raise InputError(f"--set {shown(setting)}: it must be FIELD=VALUE. Write it like --set plan.tp=4.")
+        value = toml_scalar(written.strip())
+        _drop_rivals(mapping, origins, field, value)
+        _assign(mapping, origins, field, value, Origin(f"--set {field}={shown(written)}", True))
+    return Given(mapping, origins)
+
+
+def toml_scalar(text: str) -> Any:
+    """A TOML value (4, 0.1, true, "x", [1, 2]); any other text is the text itself."""
+    import tomllib
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
+        return text
+    value = parsed["value"]
+    return value if len(parsed) == 1 and isinstance(value, bool | int | float | str | list | dict) else text
+
+
+def _flag_value(flag: Flag, written: Any) -> Any:
+    if flag.kind in ("word", "switch"):
+        return written
+    try:
+        return int(written) if flag.kind == "whole" else float(written)
+    except ValueError:
+        rule = "must be a whole number" if flag.kind == "whole" else "must be a number"
+        raise InputError(f"{flag.name} {shown(written)}: {rule}. Use {flag.name} {EXAMPLES.get(flag.name, '1')}.") from None
+
+
+def _paths(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in mapping.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _paths(value, f"{path}.")
+        else:
+            yield path
+
+
+def _drop_rivals(mapping: dict[str, Any], origins: dict[str, Origin], field: str, value: Any) -> None:
+    """Take out what says the same thing in other words: a model for params, a strategy for a ZeRO stage."""
+    rivals = {"params": ["model"], "model": ["params"]}.get(field, [])
+    plan = mapping.get("plan")
+    if isinstance(plan, dict):
+        from costmodel.inputs import STRATEGY_FIELDS, strategy_key
+        if field == "plan.strategy":
+            means = STRATEGY_FIELDS.get(strategy_key(value), {})
+            rivals = [f"plan.{key}" for key in means if key in plan and _from_file(origins, f"plan.{key}")]
+        elif field.startswith("plan.") and plan.get("strategy") is not None and _from_file(origins, "plan.strategy"):
+            means = STRATEGY_FIELDS.get(strategy_key(plan["strategy"]), {})
+            if means.get(field.removeprefix("plan."), value) != value:
+                rivals = ["plan.strategy"]
+    for rival in rivals:
+        section, _, key = rival.rpartition(".")
+        inside = mapping.get(section) if section else mapping
+        if isinstance(inside, dict):
+            inside.pop(key, None)
+        _forget(origins, rival)
+
+
+def _from_file(origins: Mapping[str, Origin], field: str) -> bool:
+    return field in origins and not origins[field].holds_value
+
+
+def _forget(origins: dict[str, Origin], field: str) -> None:
+    for path in [p for p in origins if p == field or p.startswith(f"{field}.")]:
+        del origins[path]
+
+
+def _assign(mapping: dict[str, Any], origins: dict[str, Origin], field: str, value: Any, origin: Origin) -> None:
+    """Set a field by its dotted path. A word on the way becomes the table it stands for, so that one field of it can change."""
+    *tables, last = field.split(".")
+    inside = mapping
+    for depth, key in enumerate(tables):
+        below = inside.get(key)
+        if not isinstance(below, dict):
+            below = {} if below is None else _table_of(".".join(tables[: depth + 1]), below)
+            inside[key] = below
+        inside = below
+    _forget(origins, field)
+    inside[last] = value
+    origins[field] = origin
+
+
+def _table_of(path: str, word: Any) -> dict[str, Any]:
+    key = "name" if path == "cluster" else "base"
+    if path not in ("model", "cluster", "recipe.precision", "recipe.optimizer", "plan.checkpointing"):
+        raise InputError(f"{path} = {shown(word)}: it is a value, not a table of fields. Set {path} itself.")
+    return {key: word}
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose --help groups the options in plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                argument = parameter.param_type_name == "argument"
+                panel = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Options"
+                sections.setdefault(panel, []).append(record)
+        for panel, records in sections.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+def takes_run(command: Callable[Concatenate[Given, P], R]) -> Callable[..., R]:
+    """Give a command the options of a run in place of its first parameter, which receives them as a `Given`."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    shared = _parameters()
+    names = [p.name for p in shared]
+
+    def with_options(**values: Any) -> R:
+        given = {name: values.pop(name) for name in names}
+        del given["debug"]
+        run_file, settings = given.pop("run"), given.pop("set") or []
+        flags = {flag.field: given[flag.parameter] for flag in FLAGS if given[flag.parameter] is not None}
+        return command(collect(run_file, flags, settings), **values)  # type: ignore[call-arg]
+
+    parameters = [*shared, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    with_options.__doc__, with_options.__name__ = command.__doc__, command.__name__
+    return with_options
+
+
+def _parameters() -> list[inspect.Parameter]:
+    made = [_parameter("run", Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False, help="A run file: TOML, YAML or JSON.")])]
+    for flag in FLAGS:
+        panel = _PANELS[flag.field.partition(".")[0]]
+        if flag.kind == "switch":
+            kind: Any = bool | None
+            option = typer.Option(f"{flag.name}/--no-{flag.name[2:]}", help=flag.help, show_default=False, rich_help_panel=panel)
+        else:
+            kind = str | None
+            option = typer.Option(flag.name, metavar=_METAVAR[flag.kind], help=flag.help, show_default=False, rich_help_panel=panel)
+        made.append(_parameter(flag.parameter, Annotated[kind, option]))
+    made.append(_parameter("set", Annotated[list[str] | None, typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Set any field of the run, like --set plan.tp=4. Repeatable.", show_default=False)]))
+    made.append(_parameter("debug", Annotated[bool, typer.Option(
+        "--debug", help="Show the traceback of an error.", callback=set_debug, is_eager=True, show_default=False)], False))
+    return made
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

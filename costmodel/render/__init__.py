@@ -1,0 +1,1 @@
+"""What a person reads: a prediction and the lists of the catalogue as text."""
