@@ -1,0 +1,248 @@
+"""Profiles: the constants of a machine, each with its unit, its uncertainty and where it comes from.
+
+The shipped constants lie in three kinds of file, merged for one Run: the hardware file of its accelerator (with the
+links its topology has), the software file of its framework, and the host constants of its machine. Every constant is a
+table `{value, unit, log_sd, basis, source}`; nested tables make dotted keys such as "matmul.bf16.peak_share".
+"""
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+from costmodel.spec.base import PlanError
+from costmodel.spec.cluster import Accelerator, Cluster
+from costmodel.spec.plan import Plan
+
+ConstantBasis = Literal["fitted", "measured", "datasheet", "assumed"]
+DATA = Path(__file__).parent / "data" / "profiles"
+
+
+class Constant(NamedTuple):
+    """One constant of a machine.
+
+    `log_sd` is the standard deviation of the natural logarithm of the value: 0.1 means that about two machines in
+    three lie within 10%. `basis` says how the value was found; `source` says from what.
+    """
+
+    value: float
+    unit: str
+    log_sd: float
+    source: str
+    basis: ConstantBasis
+
+
+class MissingConstantError(KeyError):
+    """A key that no file of the profile defines."""
+
+    def __init__(self, profile: str, key: str, near: list[str]) -> None:
+        self.profile, self.key, self.near = profile, key, near
+        super().__init__(profile, key, near)
+
+    def __str__(self) -> str:
+        hint = f" Did you mean {' or '.join(self.near)}?" if self.near else " Add it to the profile, or use another."
+        return f"profile {self.profile} has no constant {self.key!r}.{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The constants that price one Run. `guess` marks hardware for which no measured matrix multiplication is known."""
+
+    name: str
+    guess: bool
+    constants: Mapping[str, Constant]
+
+    def constant(self, key: str) -> Constant:
+        """The constant with its unit, uncertainty and source."""
+        found = self.constants.get(key)
+        if found is None:
+            raise MissingConstantError(self.name, key, get_close_matches(key, self.constants, n=2))
+        return found
+
+    def value(self, key: str) -> float:
+        """The constant's value, in the unit it states."""
+        return self.constant(key).value
+
+    def get(self, key: str, default: float) -> float:
+        """The constant's value, or `default` where the profile has none: for effects that only some machines show."""
+        found = self.constants.get(key)
+        return default if found is None else found.value
+
+    def keys(self) -> tuple[str, ...]:
+        """Every key, in alphabetical order."""
+        return tuple(sorted(self.constants))
+
+    def replace(self, values: Mapping[str, float | Constant], name: str | None = None) -> "Profile":
+        """This profile with some constants changed; a plain number keeps the unit, uncertainty and source."""
+        merged = dict(self.constants)
+        for key, new in values.items():
+            merged[key] = new if isinstance(new, Constant) else self.constant(key)._replace(value=float(new))
+        return Profile(name or self.name, self.guess, merged)
+
+
+class HasHardware(Protocol):
+    """What `load_profile` reads of a Run."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def list_profiles() -> tuple[str, ...]:
+    """Names of the shipped hardware profiles; any of them can be asked for by `load_profile(run, name)`."""
+    return tuple(sorted(p.stem for p in (DATA / "hardware").glob("*.toml") if p.stem != "common"))
+
+
+def load_profile(run: HasHardware, name: str | None = None) -> Profile:
+    """The constants for a Run: hardware, links, software and host files, merged.
+
+    name: None takes the shipped constants of the Run's accelerator and framework; a shipped name ("h100_sxm") takes
+    that hardware's; a path to a .toml file puts its constants on top of the shipped ones. Such a file may give a
+    table like the shipped files do, or a bare number, which keeps the shipped unit and source.
+    """
+    if name is None or not name.endswith(".toml"):
+        return _shipped(run, name)
+    base = _shipped(run, None)
+    path = Path(name)
+    if not path.is_file():
+        raise PlanError("profile", name, "there is no such file.", f"Use a path to a .toml file, or one of {', '.join(list_profiles())}.")
+    return _override(base, path)
+
+
+def hardware_name(accelerator: Accelerator) -> str:
+    """The shipped hardware file for an accelerator: its own, its kind's (CPU), or its vendor's fallback."""
+    known = list_profiles()
+    if accelerator.name in known:
+        return accelerator.name
+    if accelerator.kind == "cpu":
+        return "cpu"
+    vendor = f"vendor_{accelerator.vendor}"
+    return vendor if vendor in known else "vendor_other"
+
+
+def _shipped(run: HasHardware, name: str | None) -> Profile:
+    cluster = run.cluster
+    if name is not None and name not in list_profiles():
+        near = get_close_matches(name, list_profiles(), n=3) or list_profiles()[:3]
+        raise PlanError("profile", name, "no profile of that name is shipped.", f"Use {', '.join(near)}, or a path to a .toml file.")
+    hardware = name or hardware_name(cluster.accelerator)
+    meta, own = _hardware(hardware)
+    merged = _links(cluster)
+    merged |= own
+    for framework in ("pytorch",) if run.plan.framework == "pytorch" else ("pytorch", run.plan.framework):
+        merged |= _constants(f"software/{framework}.toml")
+    host = cluster.host if cluster.host != "generic" else str(meta.get("host", "generic"))
+    merged["host.multiplier"] = _host(host)
+    label = hardware if hardware == cluster.accelerator.name else f"{cluster.accelerator.name} as {hardware}"
+    return Profile(f"{label} / {run.plan.framework} / {host}", bool(meta.get("guess", False)), merged)
+
+
+@cache
+def _hardware(name: str) -> tuple[dict[str, Any], dict[str, Constant]]:
+    """The meta keys (guess, host) and constants of a hardware file, on top of what it is like."""
+    data = _read(f"hardware/{name}.toml")
+    like = data.get("like")
+    if like:
+        meta, constants = _hardware(like)
+    else:
+        meta, constants = {}, {} if name == "cpu" else _constants("hardware/common.toml")
+    own = {k: v for k, v in data.items() if not isinstance(v, dict)}
+    return {**meta, **own}, {**constants, **_constants(f"hardware/{name}.toml")}
+
+
+def _links(cluster: Cluster) -> dict[str, Constant]:
+    """Constants of the links a cluster has, as link.<kind>.<name>.
+
+    A file `<kind>_<architecture>` wins over `<kind>`; architectures fall back on their stem (blackwell_ultra, blackwell).
+    """
+    generation = cluster.accelerator.architecture
+    common = _read("links/all.toml")["all"]
+    merged: dict[str, Constant] = {}
+    for kind in dict.fromkeys(level.kind for level in cluster.levels):
+        stems = (f"{kind}_{generation}", f"{kind}_{generation.partition('_')[0]}", kind)
+        file = next(s for s in stems if s == kind or (DATA / "links" / f"{s}.toml").is_file())
+        merged |= {f"link.{kind}.{key}": _constant(table) for key, table in common.items()}
+        merged |= _constants(f"links/{file}.toml")
+    return merged
+
+
+def _host(kind: str) -> Constant:
+    hosts = _read("hosts.toml")
+    if kind not in hosts:
+        raise PlanError("cluster.host", kind, "no constants are known for this kind of host.", f"Use {' or '.join(sorted(hosts))}.")
+    return _constant(hosts[kind]["multiplier"])
+
+
+@cache
+def _read(file: str) -> dict[str, Any]:
+    return tomllib.loads((DATA / file).read_text(encoding="utf-8"))
+
+
+@cache
+def _constants(file: str) -> dict[str, Constant]:
+    return {key: _constant(table) for key, table in _flat(_read(file))}
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every constant's table with its dotted key."""
+    for key, item in data.items():
+        if isinstance(item, dict):
+            if "value" in item:
+                yield prefix + key, item
+            else:
+                yield from _flat(item, f"{prefix}{key}.")
+
+
+def _constant(table: Mapping[str, Any]) -> Constant:
+    return Constant(float(table["value"]), table["unit"], float(table["log_sd"]), table["source"], table["basis"])
+
+
+def _override(base: Profile, path: Path) -> Profile:
+    """Constants of a user's file on top of the shipped ones; every mistake names its key."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
+    label = data.pop("name", path.stem)
+    new: dict[str, Constant] = {}
+    for key, item in _entries(data):
+        shipped = base.constants.get(key)
+        if shipped is None:
+            near = get_close_matches(key, base.constants, n=2)
+            raise PlanError("profile", key, f"{path.name} sets a constant that does not exist for this run.",
+                            f"Use {' or '.join(near)}." if near else "Remove it.")
+        new[key] = _checked(key, item, shipped, path)
+    return base.replace(new, f"{label} over {base.name}")
+
+
+def _entries(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, item in data.items():
+        if isinstance(item, dict) and "value" not in item:
+            yield from _entries(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key, item if isinstance(item, dict) else {"value": item}
+
+
+def _checked(key: str, table: Mapping[str, Any], shipped: Constant, path: Path) -> Constant:
+    unknown = set(table) - set(Constant._fields)
+    if unknown:
+        raise PlanError("profile", f"{key}.{sorted(unknown)[0]}", "a constant has value, unit, log_sd, source and basis.", "Remove it.")
+    for field in ("value", "log_sd"):
+        number = table.get(field, 0.0)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
+            raise PlanError("profile", f"{key}.{field} = {number!r}", "it must be a finite number that is not negative.",
+                            f"Use {getattr(shipped, field):g}, the shipped one.")
+    if table.get("unit", shipped.unit) != shipped.unit:
+        raise PlanError("profile", f"{key}.unit = {table['unit']!r}", f"this constant is in {shipped.unit}.",
+                        f'Convert it, or use unit = "{shipped.unit}".')
+    basis = table.get("basis", shipped.basis)
+    if basis not in get_args(ConstantBasis):
+        raise PlanError("profile", f"{key}.basis = {basis!r}", "a constant is fitted, measured, datasheet or assumed.",
+                        'Use basis = "measured".')
+    return Constant(float(table["value"]), shipped.unit, float(table.get("log_sd", shipped.log_sd)),
+                    str(table.get("source", path.name)), basis)
