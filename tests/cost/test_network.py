@@ -5,6 +5,7 @@ network/README.md, NVIDIA/nccl-tests issues 100, 212, 290, NVIDIA/nccl issues 81
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,10 +41,10 @@ def one_node(gpu: str, gpus: int, reduces: bool | None = None) -> Cluster:
     return Cluster(accelerator=device, gpus=gpus, gpus_per_node=gpus, levels=(level,))
 
 
-def nodes_of(gpu: str, nodes: int, nic_bytes_per_s: float, kind: str = "infiniband") -> Cluster:
+def nodes_of(gpu: str, nodes: int, nic_bytes_per_s: float, kind: Any = "infiniband") -> Cluster:
     device = accelerator(gpu)
     node = one_node(gpu, 8).levels[0]
-    network = Level(name="network", kind=kind, domain=8 * nodes, bytes_per_s=nic_bytes_per_s)  # type: ignore[arg-type]
+    network = Level(name="network", kind=kind, domain=8 * nodes, bytes_per_s=nic_bytes_per_s)
     return Cluster(accelerator=device, gpus=8 * nodes, gpus_per_node=8, levels=(node, network))
 
 
