@@ -1,0 +1,144 @@
+"""Every private import from PyTorch, and every patch of it, in one place; tests hold it against the pinned version."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "bucket_assignment", "fake_world", "fsdp_groups",
+           "inner_tensors", "materialise", "watch_fsdp", "watch_resize", "watch_sharding_propagation"]
+
+Mark = Callable[[str], AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """A process group of any size in this process; its collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def inner_tensors(value: Any) -> Iterator[Tensor]:
+    """The plain tensors inside a result: lists are walked, DTensor and other wrappers opened."""
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for name in value.__tensor_flatten__()[0]:
+                yield from inner_tensors(getattr(value, name))
+        else:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from inner_tensors(item)
+
+
+def materialise(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Give a model built on the meta device its storage: `make` gets each (local) tensor and returns its replacement.
+
+    `to_empty` fails inside FakeTensorMode, and shards must come back as DTensors.
+    """
+    def replace(t: Tensor) -> Tensor:
+        if not isinstance(t, DTensor):
+            return make(t)
+        return DTensor.from_local(make(t._local_tensor), t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
+
+    with torch.no_grad():
+        model._apply(replace)
+
+
+def fsdp_groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """The parameter groups of an FSDP2 model, one per fully_shard call."""
+    groups = []
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        if state is not None:
+            groups += list(getattr(state, "_fsdp_param_groups", None) or [g for g in [getattr(state, "_fsdp_param_group", None)] if g])
+    return groups
+
+
+@contextlib.contextmanager
+def _patched(owner: type, names: tuple[str, ...], wrap: Callable[[str, Any], Any]) -> Iterator[None]:
+    originals = {name: owner.__dict__[name] for name in names}
+    for name, original in originals.items():
+        setattr(owner, name, wrap(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+FSDP_METHODS = ("unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward", "pre_backward", "post_backward", "finalize_backward",
+                "lazy_init")
+
+
+@contextlib.contextmanager
+def watch_fsdp(mark: Mark, before: Callable[[FSDPParamGroup, str], None]) -> Iterator[None]:
+    """Run FSDP2's hooks inside `mark("fsdp.<hook>")`, after telling `before` which group and hook; backward's closing hook too."""
+    def wrap(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before(self, name)
+            with mark(f"fsdp.{name}"):
+                return original(self, *args, **kwargs)
+        return hook
+
+    def wrap_final(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with mark("fsdp.end_of_backward"):
+                return original(self, *args, **kwargs)
+        return hook
+
+    with _patched(FSDPParamGroup, FSDP_METHODS, wrap), _patched(FSDPState, ("_root_post_backward_final_callback",), wrap_final):
+        yield
+
+
+@contextlib.contextmanager
+def watch_sharding_propagation(pause: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run DTensor's shape propagation inside `pause()`: it makes fake tensors of global shape that are no memory of the step."""
+    def wrap(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with pause():
+                return original(self, *args, **kwargs)
+        return method
+
+    with _patched(ShardingPropagator, ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"), wrap):
+        yield
+
+
+@contextlib.contextmanager
+def watch_resize(after: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Tell `after` about every storage that is resized: FSDP2 frees that way, and it is not a dispatched operation."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        after(self)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def bucket_assignment(tensors: list[Tensor], limits: list[int], order: list[int]) -> list[list[int]]:
+    """DDP's buckets over `tensors`, taken as they come (`order` gives their indices), by its own C++ function."""
+    return dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors), order)[0]

@@ -1,0 +1,139 @@
+"""The dry run: the real PyTorch program of one rank, on fake tensors and a fake process group, at any world size.
+
+Bytes and collectives are exact; there is no time, no allocator rounding, no workspace of a library. The first step is reported too
+(optimizer state is born in it, DDP's buckets are not rebuilt yet); the second is the one that counts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from costmodel.report import MemoryReport, Peak, RoleReport, StepReport
+from costmodel.spec import Run
+from execute import compat
+from execute.data import random_batch
+from execute.dtypes import DTYPES
+from execute.kernels import TABLES
+from execute.model import Context, Transformer
+from execute.observe.collectives import CollectiveRecorder
+from execute.observe.storage import HOST, Instant, StorageTracker, steady_gc
+from execute.optim import state_tensors
+from execute.step import train_step
+from execute.strategies import Prepared, strategy
+from execute.support import check_supported
+
+STEPS = ("first step", "steady step")
+
+
+class Observation(NamedTuple):
+    """A dry run with everything that was seen."""
+
+    run: Run
+    tracker: StorageTracker
+    collectives: CollectiveRecorder
+    states: dict[str, int]
+    """Bytes alive after the last step, by category."""
+
+
+def dry_run(run: Run, rank: int = 0) -> StepReport:
+    """Perform two steps of `rank` on fake tensors and report the second."""
+    return report(observe(run, rank), rank)
+
+
+def observe(run: Run, rank: int = 0) -> Observation:
+    """Perform two steps of `rank` on fake tensors, every storage and collective recorded."""
+    check_supported(run)
+    world = run.plan.world_size
+    recorder = CollectiveRecorder()
+    tracker = StorageTracker([recorder])
+    with compat.fake_world(world, rank), steady_gc():
+        model = build(run, "meta", tracker)
+        chosen = strategy(run)
+        chosen.shard(run, model)
+        with compat.FakeTensorMode(), tracker:
+            compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+            tracker.label(model.parameters(), "parameters")
+            tracker.label(model.buffers(), "framework")
+            tracker.follow(model)
+            prepared = chosen.prepare(run, model, dry=True, region=tracker.hook)
+            recorder.name_axes(prepared.axes)
+            marks = Marks(tracker, prepared, cuda=run.cluster.accelerator.kernel_table == "cuda")
+            for step in STEPS:
+                tracker.step = step
+                train_step(run, prepared, lambda: random_batch(run), marks)
+                marks.step_ended()
+            states = tracker.alive()
+            del prepared, marks
+        del model
+    return Observation(run, tracker, recorder, states)
+
+
+def build(run: Run, device: str, tracker: StorageTracker | None = None) -> Transformer:
+    """The model of a run on a device ("meta" for the dry run), in the dtype of its parameters."""
+    table = TABLES.cuda if device == "meta" and run.cluster.accelerator.kernel_table == "cuda" else TABLES.plain
+    context = Context(run.model, run.recipe, run.plan.checkpointing, table, tracker.recompute if tracker else nullcontext)
+    with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
+        return Transformer(context)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Build parameters in a dtype (a fake module cannot be cast afterwards)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Marks:
+    """Tells the tracker what the step is doing, and what its tensors became (execute.step.Marks)."""
+
+    def __init__(self, tracker: StorageTracker, prepared: Prepared, *, cuda: bool) -> None:
+        self.tracker, self.prepared, self.cuda = tracker, prepared, cuda
+        self.forward, self.phase_of = tracker.forward, tracker.phase_of
+
+    def backward_ended(self) -> None:
+        with torch.no_grad():
+            for group in compat.fsdp_groups(self.prepared.model):
+                for p in group.fsdp_params:
+                    grads = [p.unsharded_accumulated_grad, p._unsharded_param.grad if hasattr(p, "_unsharded_param") else None]
+                    self.tracker.label(grads, "communication")
+            self._label_gradients()
+
+    def _label_gradients(self) -> None:
+        optimized = [p for group in self.prepared.optimizer.param_groups for p in group["params"]]
+        self.tracker.label([p.grad for p in (*self.prepared.model.parameters(), *optimized)], "gradients")
+        if self.prepared.gradients is not None:
+            self.tracker.label(self.prepared.gradients(), "gradients")
+
+    def step_ended(self) -> None:
+        self.tracker.label(self.prepared.model.parameters(), "parameters")
+        device, host = state_tensors(self.prepared.optimizer)
+        self.tracker.label(device + ([] if self.cuda else host), "optimizer")
+        if self.cuda:
+            self.tracker.label(host, HOST)
+
+
+def report(seen: Observation, rank: int) -> StepReport:
+    """The StepReport of an observation."""
+    run, tracker = seen.run, seen.tracker
+    steady, optimizer = tracker.peak(STEPS[1]), tracker.peak(STEPS[1], ("clip", "optimizer"))
+    assert steady is not None
+    phases: dict[str, Peak | None] = {"init": tracker.peak("init"), "first step": tracker.peak(STEPS[0]), "steady step": steady,
+                                      "optimizer step": optimizer}
+    memory = MemoryReport(allocated=steady, phases={k: v for k, v in phases.items() if v is not None}, states=seen.states,
+                          activations_bytes=tracker.highest(STEPS[1], "activations"),
+                          capacity_bytes=run.cluster.accelerator.memory_bytes)
+    role = RoleReport(role=f"rank {rank}", ranks=run.plan.world_size, example_rank=rank, memory=memory, time=None,
+                      collectives=seen.collectives.summary(STEPS[1]))
+    return StepReport(provenance="dryrun", roles=(role,), world_size=run.plan.world_size, tokens_per_step=run.tokens_per_step,
+                      basis={"memory": "exact", "collectives": "exact"})
+
+
+def timeline(run: Run, rank: int = 0) -> list[Instant]:
+    """The allocation timeline of the steady step of a dry run: (moment, total bytes, bytes by category) at every change."""
+    return observe(run, rank).tracker.timeline(STEPS[1])

@@ -1,0 +1,150 @@
+"""The kernels that a Run's device would pick, as seen by autograd: which tensors each saves for backward.
+
+`PLAIN` calls PyTorch and takes what it picks on the device at hand: right for a CPU Run and for a real GPU.
+`CUDA` serves the dry run of a CUDA Run, whose fake tensors live on the CPU: it calls the CUDA-only operators directly, and where
+PyTorch has a CUDA kernel behind a device-independent name, an autograd function of ours allocates what that kernel allocates and
+saves what it saves. Those functions compute no values: they are for fake tensors only.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Kernels(Protocol):
+    """The operations whose saved tensors depend on the device."""
+
+    def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor: ...
+    def dropout(self, x: Tensor, p: float) -> Tensor: ...
+    def softmax(self, scores: Tensor) -> Tensor: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor: ...
+
+
+class Plain:
+    """PyTorch's own choice on the device of the tensors."""
+
+    def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+        if kind == "layernorm":
+            return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        y = F.rms_norm(x, x.shape[-1:], weight, eps)
+        return y if bias is None else y + bias
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        return F.dropout(x, p) if p > 0 else x
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class CudaTable:
+    """What CUDA kernels allocate and save, on fake CPU tensors.
+
+    torch.autocast's rules for CUDA (ATen/autocast_mode.h: AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE) are applied here where they
+    differ from the CPU's: layer_norm, rms_norm and softmax run in float32 under autocast.
+    """
+
+    def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+        if _autocast():
+            x, weight, bias = x.float(), _float(weight), _float(bias)
+        if kind == "layernorm":
+            return FusedLayerNorm.apply(x, weight, bias)
+        y = FusedRMSNorm.apply(x, weight)
+        return y if bias is None else y + bias
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """CUDA's fused dropout: autograd keeps the mask alone, one byte an element (aten/src/ATen/native/cuda/Dropout.cu)."""
+        return torch.native_dropout(x, p, True)[0] if p > 0 else x
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        return (scores.float() if _autocast() else scores).softmax(-1)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor:
+        """The operator that scaled_dot_product_attention picks on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+
+        16-bit inputs: flash (or cuDNN where asked), which keeps q, k, v, the output and a float32 log-sum-exp. float32: the
+        memory-efficient kernel, which has no grouped queries: with fewer key heads than query heads the math path runs.
+        """
+        if _autocast():
+            low = torch.get_autocast_dtype("cpu")
+            q, k, v = q.to(low), k.to(low), v.to(low)
+        if q.dtype == torch.float32:
+            if q.shape[1] != k.shape[1]:
+                return aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, causal)[0]
+        if kind == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p, causal, False)[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False)[0]
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm on CUDA: saves the input, the weight and the float32 reciprocal root mean square of each row.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda and _fused_rms_norm_backward_cuda;
+    tools/autograd/derivatives.yaml, _fused_rms_norm. Shapes only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        y = torch.empty_like(x)
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+class FusedLayerNorm(torch.autograd.Function):
+    """aten::native_layer_norm on CUDA: saves the input, the weight, the bias, and float32 mean and reciprocal deviation of each row.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda (statistics in acc_type, float32 for 16-bit inputs,
+    where the CPU kernel keeps them in 16 bits); tools/autograd/derivatives.yaml, native_layer_norm. Shapes only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = torch.empty_like(x)
+        mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        rstd = torch.empty_like(mean)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, _, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+
+
+def composed_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """A norm written out in elementary operations, in float32, as the first Llama code does (`fused_norm = false`)."""
+    wide = x.float()
+    if kind == "layernorm":
+        wide = wide - wide.mean(-1, keepdim=True)
+    y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(x)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _autocast() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+def _float(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float()
+
+
+class _Tables(NamedTuple):
+    plain: Kernels
+    cuda: Kernels
+
+
+TABLES = _Tables(Plain(), CudaTable())

@@ -1,0 +1,58 @@
+"""FSDP2 (ZeRO-3): fully_shard on every layer and on the root, which holds the embedding, the final norm and the head.
+
+Shards: parameters, gradients, optimizer state, dim 0 of each tensor over dp_shard. Sends, per micro-batch: an all-gather of each group
+before its forward and, where it was resharded, before its backward; a reduce-scatter of its gradients after it. HSDP: a mesh
+(dp_replicate, dp_shard) adds an all-reduce of the sharded gradients.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from costmodel.spec import Run
+from execute.dtypes import DTYPES
+from execute.optim import make_optimizer
+from execute.strategies import Prepared, Region, no_region
+
+
+def mesh_of(run: Run, device: str) -> DeviceMesh:
+    """The mesh of the data-parallel axes."""
+    p = run.plan
+    if p.dp_replicate > 1:
+        return init_device_mesh(device, (p.dp_replicate, p.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device, (p.dp_shard,), mesh_dim_names=("dp_shard",))
+
+
+def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
+    """fully_shard each layer, then the root. Called on the meta device: no memory, and quick at any world size."""
+    p, precision = run.plan, run.recipe.precision
+    mesh = mesh_of(run, device)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
+    layers = list(model.layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=p.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for i, layer in enumerate(layers):
+        if p.forward_prefetch:
+            layer.set_modules_to_forward_prefetch(layers[i + 1:i + 1 + p.forward_prefetch])
+        if not p.backward_prefetch:
+            layer.set_modules_to_backward_prefetch([layer])
+
+
+def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:
+    """The sharded model with its optimizer over the shards."""
+    assert isinstance(model, FSDPModule)
+
+    @contextmanager
+    def micro_batch(last: bool) -> Iterator[None]:
+        sync = last or run.plan.sync_each_micro_batch
+        model.set_requires_gradient_sync(sync)
+        model.set_is_last_backward(last)
+        yield
+
+    mesh = next(p for p in model.parameters()).device_mesh
+    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()), micro_batch=micro_batch, axes=axes)
