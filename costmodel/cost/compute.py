@@ -14,6 +14,8 @@ from costmodel.spec.cluster import Accelerator
 from costmodel.spec.recipe import Precision, Recipe
 
 GENERATIONS = ("sdpa", "fa1", "fa2", "fa3", "cudnn")
+ALSO_SDPA = ("cpu", "efficient")
+"""Kernels that PyTorch's SDPA falls to where no flash kernel runs: the profile's "sdpa" rate."""
 SIXTEEN_BIT = ("bf16", "fp16", "fp8")
 
 
@@ -56,7 +58,7 @@ class ComputeCosts:
     def op_s(self, op: Op) -> float:
         """Device seconds of one operation of a rank's program; 0 for host work, waits and collectives."""
         kind = op.kind
-        if kind == "memory":
+        if kind in ("memory", "side"):
             return self.memory_fixed_s * op.kernels + op.nbytes / self.memory_bytes_per_s
         if kind == "matmul":
             return self.matmul_s(op)
@@ -106,11 +108,11 @@ class ComputeCosts:
         rate = peak · share(generation) · s/(s + s_half) · head · occupancy [· backward].
         s is the shorter of the two sequences and s_half doubles under causality, as FLOPs (given by the op) leave out
         the skipped half. head = d/(d + head_half) relative to d = 128, over padding to `pad_to`; occupancy is the
-        part of the units that have a block of q_tile query rows. The generation is what follows ":" in the op's name.
+        part of the units that have a block of q_tile query rows. The generation stands after ":" in the op's name ("attention:fa2.grad_q").
         Sources: FlashAttention-3 paper (arXiv 2407.08608), pytorch/benchmark, aiconfigurator. Not for sliding windows
         shorter than s_half.
         """
-        generation = op.name.rpartition(":")[2]
+        generation = op.name.partition(":")[2].partition(".")[0]
         kernel = self.attention.get(generation)
         if kernel is None:
             known = ", ".join(self.attention)
@@ -194,9 +196,11 @@ def attention_rates(accelerator: Accelerator, profile: Profile) -> dict[str, Att
     if accelerator.kind == "cpu":  # the CPU kernel does its softmax, and so most of its work, in fp32
         sixteen = min(sixteen, fp32)
     peak = {"bf16": sixteen, "fp16": sixteen, "fp8": sixteen, "fp32": fp32, "tf32": peaks.get("tf32", fp32)}
-    out = {}
+    out: dict[str, AttentionRate] = {}
     for generation in GENERATIONS:
         share = profile.get(f"attention.{generation}.share", 0.0)
         if share > 0:
             out[generation] = AttentionRate({d: share * p for d, p in peak.items()}, profile.value(f"attention.{generation}.head_half"))
+    if "sdpa" in out:
+        out |= dict.fromkeys(ALSO_SDPA, out["sdpa"])
     return out

@@ -152,9 +152,21 @@ def test_cpu_matmuls_are_near_one_measured_core(n: int, gflops: float) -> None:
     assert 0.6 <= tflops(matmul(n, n, n, "fp32"), costs_of("cpu_xeon_2core", compute="fp32")) * 1000 / gflops <= 1.4
 
 
+def test_a_kernel_is_found_by_the_name_of_its_op() -> None:
+    costs = costs_of("h100")
+    op = attention("fa2", 4096, backward=1)
+    assert op_s(op._replace(name="attention:fa2.grad_q"), costs) == op_s(op, costs)
+    assert op_s(op._replace(name="attention:efficient"), costs) == op_s(op._replace(name="attention:sdpa"), costs)
+
+
+def test_memory_bound_work_costs_the_same_on_any_stream() -> None:
+    costs = costs_of("h100")
+    assert op_s(Op("cast", "side", nbytes=1e8), costs) == op_s(Op("cast", "memory", nbytes=1e8), costs)
+
+
 def test_other_kinds_take_no_device_time() -> None:
     costs = costs_of("h100")
-    assert [op_s(Op("x", kind), costs) for kind in ("collective", "wait", "sync", "host")] == [0, 0, 0, 0]
+    assert [op_s(Op("x", kind), costs) for kind in ("collective", "wait", "record", "hold", "sync", "host")] == [0] * 6
 
 
 def test_every_kernel_generation_has_a_rate_on_every_gpu() -> None:
