@@ -7,7 +7,10 @@ together. A Seq is (Block or Seq, repeats)…; a 96-layer stage is a handful of 
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar, Union
 
-Kind = Literal["matmul", "attention", "memory", "copy", "collective", "wait", "sync", "host"]
+Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host"]
+"""matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: host-device transfer, its own stream. collective: on its axis's
+stream, behind what that stream already has. wait: compute waits for an event. record: an event becomes the compute stream's
+present. hold: an axis's stream waits for an event. sync: the host waits for compute. host: work of the host alone."""
 
 
 class Tensor(NamedTuple):
@@ -16,6 +19,8 @@ class Tensor(NamedTuple):
     name: str
     category: str
     nbytes: int
+    pool: str = ""
+    """The stream whose allocator pool it comes from: the compute stream's, or "gather", "reduce"."""
 
 
 class Comm(NamedTuple):
@@ -51,7 +56,12 @@ class Op(NamedTuple):
     frees: tuple[Tensor, ...] = ()
     comm: Comm | None = None
     event: str = ""
-    """collective: the event it signals when done (empty: compute waits at once); wait: the event waited for."""
+    """collective, copy: the event it signals when done (empty: compute waits at once); wait, hold: the event waited for;
+    record: the event set."""
+    axis: str = ""
+    """side, hold: the axis on whose stream it happens."""
+    detached: bool = False
+    """collective, side: does not wait for the compute stream, for its input was there long before."""
 
 
 class Block:
@@ -120,6 +130,25 @@ def expand(part: Part) -> Iterator[Block]:
     for child, n in part.parts:
         for _ in range(n):
             yield from expand(child)
+
+
+def block_counts(part: Part) -> list[tuple[Block, int]]:
+    """Every distinct block and how often it runs: the fold that counts."""
+    counts: dict[int, list[object]] = {}
+
+    def visit(p: Part, times: int) -> None:
+        if isinstance(p, Block):
+            entry = counts.get(id(p))
+            if entry is None:
+                counts[id(p)] = [p, times]
+            else:
+                entry[1] = entry[1] + times  # type: ignore[operator]
+            return
+        for child, n in p.parts:
+            visit(child, times * n)
+
+    visit(part, 1)
+    return [(block, n) for block, n in counts.values()]  # type: ignore[misc]
 
 
 class RankProgram(NamedTuple):

@@ -59,7 +59,8 @@ class Plan(Spec):
     """DDP's first bucket."""
     gradient_as_bucket_view: bool = False
     sync_each_micro_batch: bool = False
-    """Reduce gradients after every micro-batch (no no_sync)."""
+    """Reduce gradients after every micro-batch; False accumulates locally and reduces after the last (no_sync). Left out, it is
+    what the framework does: True for ZeRO-2 and ZeRO-3 / FSDP, else False."""
     reshard_after_forward: bool = True
     """FSDP frees gathered parameters after forward and gathers them again in backward."""
     forward_prefetch: int = Field(0, ge=0)

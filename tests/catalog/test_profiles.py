@@ -15,7 +15,7 @@ KEYS_A_STEP_NEEDS = ("matmul.bf16.peak_share", "matmul.fp32.peak_share", "attent
                      "host.eager.forward_s", "host.eager.backward_s", "host.eager.recompute_s", "host.compile.op_s", "host.graph.kernel_s",
                      "host.collective_s", "host.optimizer.fused_s", "host.multiplier", "overlap.contention", "step.fixed_s",
                      "jitter.per_doubling", "compile.memory_factor", "moe.layer_s", "memory.context_bytes", "memory.nccl_node_bytes",
-                     "memory.workspace_bytes", "memory.reserved_default", "memory.reserved_expandable")
+                     "memory.workspace_bytes", "memory.split_default", "memory.split_expandable")
 
 
 def run_on(where: Cluster, framework: Any = "pytorch") -> Run:

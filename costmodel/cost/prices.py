@@ -1,0 +1,79 @@
+"""Prices of a run: every op's seconds on its stream and on the host, from the profile's constants."""
+
+from costmodel.catalog.profiles import Profile
+from costmodel.cost.compute import ComputeCosts, compute_costs
+from costmodel.cost.network import Group, NetworkCosts, group_of, network_costs
+from costmodel.program.ir import Comm, Op
+from costmodel.spec import Run
+
+AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+"""Rank order, innermost first: consecutive ranks differ in tp, then cp, then the data-parallel axes, then pp."""
+
+
+def axis_groups(run: Run) -> dict[str, Group]:
+    """The process group of every axis: its size, and the stride of its ranks in the rank order.
+
+    State shards over dp_shard x cp, so that axis spans both.
+    """
+    p = run.plan
+    sizes = {"tp": p.tp, "cp": p.cp, "dp_shard": p.dp_shard, "dp_replicate": p.dp_replicate, "pp": p.pp}
+    groups: dict[str, Group] = {}
+    stride = 1
+    for axis in AXIS_ORDER:
+        if axis == "dp_shard":
+            groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
+        elif axis == "dp_replicate" and p.dp_shard == 1 and p.cp > 1:
+            groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
+        else:
+            groups[axis] = group_of(run.cluster, sizes[axis], stride)
+        stride *= sizes[axis]
+    return groups
+
+
+class RunPrices:
+    """Seconds of the ops of one run; equal ops are priced once."""
+
+    def __init__(self, run: Run, profile: Profile) -> None:
+        self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
+        self.network: NetworkCosts = network_costs(run.cluster, profile)
+        self.groups = axis_groups(run)
+        multiplier = profile.value("host.multiplier")
+        r = run.recipe
+        eager = {"forward": "host.eager.forward_s", "backward": "host.eager.backward_s", "recompute": "host.eager.recompute_s",
+                 "optimizer": "host.eager.forward_s"}
+        if r.compile:
+            kernel = profile.value("host.graph.kernel_s" if r.cuda_graphs else "host.compile.op_s") * multiplier
+            self.launch = dict.fromkeys(eager, kernel)
+            self.launch["optimizer"] = profile.value(eager["optimizer"]) * multiplier
+        else:
+            self.launch = {phase: profile.value(key) * multiplier for phase, key in eager.items()}
+        self.collective_host = profile.value("host.collective_s") * multiplier
+        which = {"foreach": "foreach_s", "fused": "fused_s", "for-loop": "for_loop_s"}[r.optimizer.implementation]
+        self.per_tensor = profile.value(f"host.optimizer.{which}") * multiplier
+        self.contention = run.plan.contention if run.plan.contention is not None else profile.value("overlap.contention")
+        self.fixed = profile.value("step.fixed_s")
+        self.jitter = profile.value("jitter.per_doubling")
+        self._comm: dict[tuple[str, str, int, int], float] = {}
+
+    def device_s(self, op: Op) -> float:
+        return self.compute.op_s(op)
+
+    def host_s(self, op: Op, phase: str) -> float:
+        if op.kind == "collective":
+            return self.collective_host
+        if op.kind == "host":
+            return self.per_tensor * op.kernels
+        return self.launch[phase] * op.kernels
+
+    def collective_s(self, comm: Comm) -> float:
+        return self.seconds_of(comm.axis, comm.kind, comm.nbytes, comm.group)
+
+    def seconds_of(self, axis: str, kind: str, nbytes: int, size: int) -> float:
+        """Seconds of one collective of `nbytes` (the message convention of ir.Comm) over `size` ranks of an axis."""
+        key = (axis, kind, nbytes, size)
+        seconds = self._comm.get(key)
+        if seconds is None:
+            group = self.groups[axis]
+            assert group.size == size, f"axis {axis} has {group.size} ranks, not {size}"
+            seconds = self._comm[key] = self.network.collective_s(kind, nbytes, group)
+        return seconds

@@ -1,0 +1,148 @@
+"""The memory reading of a program: what is live, when it is most, and what that is made of."""
+
+from dataclasses import dataclass
+
+from costmodel.program.ir import Block, Part, RankProgram, Tensor, fold
+from costmodel.report import CATEGORIES, Peak
+
+INDEX = {category: i for i, category in enumerate(CATEGORIES)}
+POOLS = ("", "gather", "reduce")
+POOL_INDEX = {pool: i for i, pool in enumerate(POOLS)}
+ACTIVATIONS = INDEX["activations"]
+WIDTH = len(CATEGORIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Memory of a piece of program, relative to its start; a monoid under `join`."""
+
+    net: tuple[int, ...]
+    """Bytes per category at the end."""
+    total: int
+    peak: int
+    """Highest total inside, at least 0 (the start)."""
+    at_peak: tuple[int, ...]
+    moment: str
+    activations: int
+    """Highest activations inside, at least 0."""
+    pools: tuple[int, ...]
+    """Bytes per allocator pool at the end, and the highest of each."""
+    pool_peaks: tuple[int, ...]
+
+
+ZERO = Reading((0,) * WIDTH, 0, 0, (0,) * WIDTH, "", 0, (0,) * len(POOLS), (0,) * len(POOLS))
+
+
+def read_block(block: Block) -> Reading:
+    """One pass over the ops: allocations count before an op runs, releases after it."""
+    net = [0] * WIDTH
+    pools, pool_peaks = [0] * len(POOLS), [0] * len(POOLS)
+    total = peak = top = 0
+    moment = ""
+    at_peak: tuple[int, ...] | None = None
+    for op in block.ops:
+        if op.allocs:
+            for _, category, nbytes, pool in op.allocs:
+                net[INDEX[category]] += nbytes
+                total += nbytes
+                p = POOL_INDEX[pool]
+                pools[p] += nbytes
+                if pools[p] > pool_peaks[p]:
+                    pool_peaks[p] = pools[p]
+            if total > peak:
+                peak, moment, at_peak = total, op.name, tuple(net)
+            if net[ACTIVATIONS] > top:
+                top = net[ACTIVATIONS]
+        for _, category, nbytes, pool in op.frees:
+            net[INDEX[category]] -= nbytes
+            total -= nbytes
+            pools[POOL_INDEX[pool]] -= nbytes
+    words = f"{block.phase} of {block.name}: {moment}" if moment else ""
+    return Reading(tuple(net), total, peak, at_peak or (0,) * WIDTH, words, top, tuple(pools), tuple(pool_peaks))
+
+
+def join(a: Reading, b: Reading) -> Reading:
+    """a, then b."""
+    if a is ZERO:
+        return b
+    later = a.total + b.peak
+    if later > a.peak:
+        peak, moment = later, b.moment
+        at_peak = tuple([x + y for x, y in zip(a.net, b.at_peak, strict=True)])
+    else:
+        peak, moment, at_peak = a.peak, a.moment, a.at_peak
+    return Reading(tuple([x + y for x, y in zip(a.net, b.net, strict=True)]), a.total + b.total, peak, at_peak, moment,
+                   max(a.activations, a.net[ACTIVATIONS] + b.activations), tuple([x + y for x, y in zip(a.pools, b.pools, strict=True)]),
+                   tuple([max(p, x + q) for p, x, q in zip(a.pool_peaks, a.pools, b.pool_peaks, strict=True)]))
+
+
+def repeat(a: Reading, n: int) -> Reading:
+    """a, n times: the peak is in the last repeat where a leaves something behind, else in the first."""
+    before = Reading(tuple([x * (n - 1) for x in a.net]), a.total * (n - 1), 0, (0,) * WIDTH, "", 0,
+                     tuple([x * (n - 1) for x in a.pools]), (0,) * len(POOLS))
+    end = join(before, a)
+    first = a.peak >= end.peak
+    return Reading(end.net, end.total, max(a.peak, end.peak), a.at_peak if first else end.at_peak, a.moment, max(a.activations, end.activations),
+                   end.pools, tuple([max(p, q) for p, q in zip(a.pool_peaks, end.pool_peaks, strict=True)]))
+
+
+def read(part: Part, memo: dict[int, Reading] | None = None) -> Reading:
+    """The reading of a piece of program."""
+    if memo is None:
+        return fold(part, read_block, join, repeat, ZERO)
+    return fold(part, lambda b: memo[id(b)] if id(b) in memo else memo.setdefault(id(b), read_block(b)), join, repeat, ZERO)
+
+
+def of_tensors(tensors: tuple[Tensor, ...]) -> Reading:
+    """Tensors that are simply there."""
+    net, pools = [0] * WIDTH, [0] * len(POOLS)
+    for t in tensors:
+        net[INDEX[t.category]] += t.nbytes
+        pools[POOL_INDEX[t.pool]] += t.nbytes
+    total = sum(net)
+    return Reading(tuple(net), total, total, tuple(net), "at rest", net[ACTIVATIONS], tuple(pools), tuple(pools))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Peaks of a rank over its life, by phase; bytes."""
+
+    peak: Peak
+    phases: dict[str, Peak]
+    states: dict[str, int]
+    activations: int
+    pool_peaks: tuple[int, ...]
+
+
+def _peak(r: Reading) -> Peak:
+    return Peak(r.peak, r.moment, {c: n for c, n in zip(CATEGORIES, r.at_peak, strict=True) if n})
+
+
+def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Reading, Reading, Reading]:
+    """(whole, passes, update): readings of a step that begins at `start`; update is its last block."""
+    assert not isinstance(step, Block)
+    base = Reading(start.net, start.total, start.total, start.net, "at rest", start.net[ACTIVATIONS], start.pools, start.pools)
+    passes = base
+    for child, n in step.parts[:-1]:
+        one = read(child, memo)
+        passes = join(passes, one if n == 1 else repeat(one, n))
+    here = Reading(passes.net, passes.total, passes.total, passes.net, "before the update", passes.net[ACTIVATIONS], passes.pools, passes.pools)
+    last, n = step.parts[-1]
+    update = join(here, read(last, memo))
+    return join(passes, read(last, memo)), passes, update
+
+
+def memory_of(program: RankProgram) -> MemoryReading:
+    """Peaks of init, the first step, a steady step and its optimizer step.
+
+    The first step begins with what exists at start; a steady step with what the first left (gradients, optimizer state).
+    """
+    memo: dict[int, Reading] = {}
+    init = of_tensors(program.persistent)
+    first, _, _ = _phases(init, program.first_step, memo)
+    steady, passes, update = _phases(first, program.step, memo)
+    whole = max((init, first, steady), key=lambda r: r.peak)
+    pools = tuple([max(p) for p in zip(first.pool_peaks, steady.pool_peaks, strict=True)])
+    phases = {"init": _peak(init), "first step": _peak(first), "steady step": _peak(passes), "optimizer step": _peak(update)}
+    states = {c: n for c, n in zip(CATEGORIES, steady.net, strict=True) if n}
+    return MemoryReading(_peak(whole), phases, states, max(first.activations, steady.activations), pools)

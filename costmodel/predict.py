@@ -1,0 +1,198 @@
+"""Run (+ Profile) -> StepReport: builds the program and puts its memory and time readings together."""
+
+import math
+
+from costmodel import memory as reading
+from costmodel.catalog.profiles import Profile, load_profile
+from costmodel.cost.prices import RunPrices
+from costmodel.program.build import Program, build
+from costmodel.program.ir import Block, block_counts
+from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
+from costmodel.simulate import COMPUTE_KINDS, Clocks, Scan, step_time
+from costmodel.spec import Run
+
+RISKY_SHARE = 0.90
+"""Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
+
+
+def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = True) -> StepReport:
+    """Memory and time of one step of a run, from arithmetic alone.
+
+    `profile` is a Profile, a name or path, or None for the shipped one of the run's accelerator and framework. `scaling` also
+    predicts one GPU of the same kind, for the efficiencies. Raises PlanError where something is not predicted yet.
+    """
+    constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
+    program = build(run)
+    prices = RunPrices(run, constants)
+    scan = Scan(prices)
+    roles: list[RoleReport] = []
+    for role in program.roles:
+        counts = block_counts(role.step)
+        time = _time(run, prices, step_time(role.step, prices, scan=scan), counts)
+        roles.append(RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
+                                _collectives(counts, prices)))
+    r, micro = run.recipe, run.micro_batches * run.plan.dp
+    slowest = max((x for x in roles if x.time), key=lambda x: x.time.step_s if x.time else 0.0)
+    return StepReport(
+        provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
+        model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
+        peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
+        scaling=_scaling(run, constants, program, slowest.time.step_s) if scaling and slowest.time else None,
+        bound_by=_bound_by(slowest.time), notes=tuple(_notes(run, constants, program)), basis=_basis(constants, run))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def _memory(run: Run, profile: Profile, m: reading.MemoryReading) -> MemoryReport:
+    """Allocated from the program; reserved from its stream pools; device total with what lives outside the allocator."""
+    acc = run.cluster.accelerator
+    capacity = acc.memory_bytes
+    allocated = m.peak.total_bytes
+    if acc.kernel_table == "cpu":
+        return MemoryReport(m.peak, m.phases, m.states, m.activations, None, None, {}, capacity, _verdict(allocated, allocated, capacity),
+                            capacity - allocated)
+    mode = "memory.split_expandable" if run.recipe.allocator == "expandable" else "memory.split_default"
+    reserved = int(sum(m.pool_peaks) * profile.value(mode))
+    outside = {"context": int(profile.value("memory.context_bytes")), "nccl": _nccl_bytes(run, profile),
+               "workspaces": int(profile.value("memory.workspace_bytes"))}
+    other = sum(outside.values())
+    device = reserved + other
+    return MemoryReport(m.peak, m.phases, m.states, m.activations, reserved, device, {k: v for k, v in outside.items() if v}, capacity,
+                        _verdict(allocated + other, device, capacity), capacity - device)
+
+
+def _nccl_bytes(run: Run, profile: Profile) -> int:
+    """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next."""
+    p = run.plan
+    sizes = [n for n in (p.dp_shard * p.cp, p.dp_replicate, p.tp, p.pp) if n > 1]
+    if not sizes:
+        return 0
+    first = "nccl_multi_node_bytes" if run.cluster.nodes > 1 else "nccl_pair_bytes" if run.cluster.gpus == 2 else "nccl_node_bytes"
+    return int(profile.value(f"memory.{first}") + (len(sizes) - 1) * profile.value("memory.nccl_next_bytes"))
+
+
+def _verdict(needed: int, held: int, capacity: int) -> Verdict:
+    """Live tensors beyond the device cannot run; a pool near its capacity may, with retries, or may not."""
+    if needed > capacity:
+        return "does not fit"
+    return "risky" if held > RISKY_SHARE * capacity else "fits"
+
+
+# -- time --------------------------------------------------------------------------------------------------------------------
+
+
+def _busy(counts: list[tuple[Block, int]], prices: RunPrices) -> dict[str, float]:
+    """Seconds of the compute stream's kernels by what they are."""
+    busy: dict[str, float] = {}
+    for block, times in counts:
+        whole = {"recompute": "recompute", "optimizer": "optimizer"}.get(block.phase)
+        for op in block.ops:
+            if op.kind in COMPUTE_KINDS and (op.kernels or op.nbytes or op.flops):
+                name = whole or ("memory-bound" if op.kind == "memory" else op.kind)
+                busy[name] = busy.get(name, 0.0) + times * prices.device_s(op)
+    return busy
+
+
+def _host(counts: list[tuple[Block, int]], prices: RunPrices) -> float:
+    return sum(times * prices.host_s(op, block.phase) for block, times in counts for op in block.ops if op.kernels)
+
+
+def _time(run: Run, prices: RunPrices, clocks: Clocks, counts: list[tuple[Block, int]]) -> TimeReport:
+    """The scan's end, with the fixed cost of a step and the wait for the slowest rank."""
+    stragglers = clocks.compute * prices.jitter * math.log2(run.cluster.gpus)
+    breakdown = _busy(counts, prices)
+    exposed = {axis: s for axis, s in clocks.waits.items() if axis not in ("host", "")}
+    breakdown["host wait"] = clocks.waits.get("host", 0.0)
+    for axis, seconds in exposed.items():
+        breakdown[f"exposed {axis}"] = seconds
+    breakdown["contention"] = clocks.contention
+    breakdown["stragglers"] = stragglers
+    breakdown["fixed"] = prices.fixed
+    phases = dict(clocks.phases)
+    phases["stragglers"], phases["fixed"] = stragglers, prices.fixed
+    step = clocks.compute + stragglers + prices.fixed
+    keep = {k: v for k, v in breakdown.items() if v}
+    return TimeReport(step, {k: v for k, v in phases.items() if v}, keep, {a: s for a, s in clocks.comm.items() if s},
+                      exposed, _host(counts, prices), 0.0)
+
+
+def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Collective, ...]:
+    """The collectives of a step, equal ones together."""
+    found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
+    for block, times in counts:
+        for op in block.ops:
+            c = op.comm
+            if c is not None:
+                key = (block.phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
+                found[key] = found.get(key, 0) + times
+    out: list[Collective] = []
+    for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():
+        seconds = prices.seconds_of(axis, kind, message, group)
+        out.append(Collective(phase, axis, kind, group, count, inside, outside, message, dtype, count * seconds))
+    return tuple(out)
+
+
+def _scaling(run: Run, profile: Profile, program: Program, step_s: float) -> Scaling:
+    """One GPU of the same kind under the same strategy at degree 1: the same micro-batches (weak), the same batch (strong)."""
+    dp = run.plan.dp
+    if run.cluster.gpus == 1:
+        return Scaling(1.0, 1.0, step_s, None)
+    alone = single_gpu(run)
+    one = build(alone, like=program)
+    prices = RunPrices(alone, profile)
+    scan = Scan(prices)
+    role = one.roles[0]
+    weak = step_time(role.step, prices, scan=scan).compute + prices.fixed
+    strong = step_time(one.builder.step(role.role, False, run.micro_batches * dp), prices, scan=scan).compute + prices.fixed
+    fits = reading.memory_of(role).peak.total_bytes <= run.cluster.accelerator.memory_bytes
+    return Scaling(weak / step_s, strong / (run.cluster.gpus * step_s), weak, fits)
+
+
+def single_gpu(run: Run) -> Run:
+    """The same run on one GPU: every degree 1, the same micro-batch and accumulation."""
+    cluster = run.cluster.model_copy(update={"gpus": 1, "levels": ()})
+    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1})
+    recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
+    return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})
+
+
+# -- words -------------------------------------------------------------------------------------------------------------------
+
+BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
+               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host: kernels are launched too slowly",
+               "contention": "contention of communication with compute"}
+
+
+def _bound_by(time: TimeReport | None) -> str:
+    """The largest part of the step, in words."""
+    if time is None:
+        return ""
+    name, seconds = max(time.breakdown.items(), key=lambda kv: kv[1])
+    words = BOUND_WORDS.get(name) or (f"communication over {name.removeprefix('exposed ')}" if name.startswith("exposed ") else name)
+    return f"{words} ({100 * seconds / time.step_s:.0f}% of the step)"
+
+
+def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
+    m, r, p = run.model, run.recipe, run.plan
+    notes = program.strategy.notes()
+    if profile.guess:
+        notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    if m.head_dim % 8:
+        notes.append(f"Head size {m.head_dim} is not a multiple of 8: attention's matrix multiplications run several times slower.")
+    if m.vocab % 64 and r.precision.compute != "fp32":
+        notes.append(f"Vocabulary {m.vocab} is not a multiple of 64: the output matrix runs on slow kernels; pad it to {-(-m.vocab // 64) * 64}.")
+    if p.zero in (1, 2) and p.framework == "pytorch" and p.dp == 1:
+        notes.append(f"ZeRO-{p.zero} over one rank shards nothing.")
+    if p.zero == 3 and p.framework == "pytorch" and r.grad_accum > 1 and not p.sync_each_micro_batch:
+        notes.append("Accumulating under FSDP without reducing keeps whole gradients in the reduce dtype on every rank.")
+    if m.attention_pattern != "global" and not m.sliding_window:
+        notes.append("Attention is counted as global in every layer.")
+    return notes
+
+
+def _basis(profile: Profile, run: Run) -> dict[str, Basis]:
+    checked = run.plan.framework == "pytorch"
+    time: Basis = "guess" if profile.guess else "fitted"
+    return {"states": "exact" if checked else "modelled", "allocated": "modelled", "reserved": "fitted", "device": "fitted",
+            "collectives": "exact" if checked else "modelled", "time": time, "model_flops": "exact"}

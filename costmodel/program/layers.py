@@ -1,0 +1,551 @@
+"""The operations of a Transformer's units: embedding, layer, head and loss, as PyTorch runs them.
+
+What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byte dropout masks, flash attention) and the
+`cpu` table differ, and so do eager and compiled code. Each op states its FLOPs, its bytes in device memory and what it saves.
+"""
+
+from dataclasses import dataclass
+
+from costmodel.program.ir import Tensor
+from costmodel.program.tape import Back, Tape, Value
+from costmodel.spec import Run
+from costmodel.spec.parameters import Param, attention_params, mlp_params
+from costmodel.spec.recipe import DTYPE_BYTES
+
+CUDA_GRANULE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The dtypes that flow through a rank's program, and the kernels that run it."""
+
+    table: str
+    act: str
+    """dtype of activations inside the blocks."""
+    residual: str
+    """dtype of the residual stream: fp32 under autocast, else that of the blocks."""
+    weight: str
+    """dtype in which kernels see weights."""
+    param: str
+    """dtype of the gradient that autograd accumulates: that of the parameter as the module sees it."""
+    autocast: bool
+    compiled: bool
+    fused_norm: bool
+    attention: str
+    dropout: float
+    graphs: bool
+    mask_bytes: int
+    """Bytes of one element of a dropout mask."""
+
+
+def numbers_of(run: Run) -> Numbers:
+    """Resolve the recipe's words to what runs on this accelerator."""
+    r, acc = run.recipe, run.cluster.accelerator
+    p = r.precision
+    table = acc.kernel_table
+    compute = "fp32" if p.compute == "tf32" else "bf16" if p.compute == "fp8" else p.compute
+    attention = resolved_attention(run)
+    seen = p.parameter if p.autocast else compute
+    return Numbers(table=table, act=compute, residual="fp32" if p.autocast else compute, weight=compute,
+                   param=seen, autocast=p.autocast and compute != p.parameter, compiled=r.compile,
+                   fused_norm=r.fused_norm and table == "cuda", attention=attention, dropout=r.dropout, graphs=r.cuda_graphs,
+                   mask_bytes=1 if table == "cuda" else DTYPE_BYTES[compute])
+
+
+def resolved_attention(run: Run) -> str:
+    """The kernel that runs: PyTorch's SDPA takes FlashAttention-2 on 16-bit CUDA inputs, memory-efficient attention on fp32.
+
+    On a CPU its flash kernel runs unless dropout is on, which falls to the math path.
+    """
+    r, acc = run.recipe, run.cluster.accelerator
+    if r.attention != "sdpa":
+        return r.attention
+    if acc.kernel_table == "cpu":
+        return "eager" if r.dropout else "cpu"
+    low = r.precision.compute in ("bf16", "fp16", "fp8") and run.model.head_dim <= 256
+    if not low:
+        return "efficient"
+    return "fa2" if acc.architecture not in ("volta", "turing", "pascal") else "efficient"
+
+
+class Walk:
+    """Records the ops of one unit of a model on a tape."""
+
+    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "e", "weights_cast", "matmul_flops")
+
+    def __init__(self, run: Run, numbers: Numbers) -> None:
+        self.tape = Tape(DTYPE_BYTES)
+        self.run = run
+        self.n = numbers
+        self.batch = run.recipe.micro_batch
+        self.seq = run.recipe.seq_len // run.plan.cp
+        self.tokens = self.batch * self.seq
+        self.e = DTYPE_BYTES[numbers.act]
+        self.weights_cast = 0
+        self.matmul_flops = 0.0
+
+    # -- kernels -----------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Value, name: str, out: int, width: int, bias: bool) -> Value:
+        """y = x W^T + b: saves x; backward is two matmuls of the same FLOPs, one per operand."""
+        n, tape, m = self.n, self.tape, x.numel // width
+        flops = 2.0 * m * width * out
+        weight = Param(f"{name}.weight", (out, width))
+        moved = float(self.e * (m * width + width * out + m * out))
+        self.matmul_flops += flops
+        extra: tuple[Tensor, ...] = ()
+        source = x
+        if n.autocast:
+            source = self.cast(x, n.act)
+            extra = (self.cast_weight(weight.name, weight.numel),)
+            if bias:
+                self.cast_weight(f"{name}.bias", out)
+        y = tape.value(f"{name}.out", m * out, n.act)
+        give = None if n.autocast else weight
+        backs = [Back("dgrad", "matmul", 0, flops, moved, (1, m, out, width), n.act),
+                 Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param)]
+        if n.autocast:
+            backs.append(self._cast_back(weight))
+        if bias:
+            b = Param(f"{name}.bias", (out,))
+            backs.append(Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
+            if n.autocast:
+                backs.append(self._cast_back(b))
+        tape.record(name, "matmul", (source,), (y,), saved=(source,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
+                    dims=(1, m, width, out), dtype=n.act)
+        return y
+
+    def cast(self, x: Value, dtype: str) -> Value:
+        """A copy in another dtype; autocast makes one for each consumer of an activation."""
+        if x.dtype == dtype:
+            return x
+        y = self.tape.value(f"{x.name}.{dtype}", x.numel, dtype, x.grad)
+        moved = float(x.nbytes + y.nbytes)
+        self.tape.record(f"{x.name}.to_{dtype}", "memory", (x,), (y,), backs=(Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype),),
+                         nbytes=moved, dtype=dtype)
+        return y
+
+    def cast_weight(self, name: str, numel: int) -> Tensor:
+        """autocast's low-precision copy of a weight: cached until forward ends, saved for backward."""
+        nbytes = numel * self.e
+        self.weights_cast += nbytes
+        copy = Tensor(f"{name}.{self.n.act}", "activations", nbytes)
+        self.tape.record(f"{name}.cast", "memory", (), (), extra=(), nbytes=float(nbytes + 4 * numel), dtype=self.n.act)
+        return copy
+
+    def _cast_back(self, param: Param) -> Back:
+        low = param.numel * self.e
+        return Back(f"{param.name.rsplit('.', 1)[-1]}.cast", "memory", param, nbytes=float(low + 4 * param.numel), dtype="fp32", temp_bytes=low)
+
+    def norm(self, x: Value, name: str, width: int) -> Value:
+        """LayerNorm or RMSNorm over the last dim.
+
+        CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row; composed from elementary ops, or on
+        the CPU in low precision, RMSNorm saves the fp32 input and the fp32 normalised value.
+        """
+        model, n, tape = self.run.model, self.n, self.tape
+        rows = x.numel // width
+        weight, bias = Param(f"{name}.weight", (width,)), Param(f"{name}.bias", (width,))
+        layer = model.norm == "layernorm"
+        y = tape.value(f"{name}.out", x.numel, x.dtype)
+        ebytes = x.ebytes
+        backs = [Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=1 if layer or n.fused_norm else 6)]
+        if model.norm != "rmsnorm_no_weight":
+            backs.append(Back("wgrad", "memory", weight, nbytes=2.0 * x.nbytes, dtype=self._norm_param()))
+            if model.norm_bias:
+                backs.append(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=self._norm_param()))
+        if layer:
+            stats = (Tensor(f"{name}.mean", "activations", rows * 4), Tensor(f"{name}.rstd", "activations", rows * 4)) \
+                if n.table == "cuda" else (Tensor(f"{name}.mean", "activations", rows * ebytes), Tensor(f"{name}.rstd", "activations", rows * ebytes))
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=stats, backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+        elif n.fused_norm or n.compiled:
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(Tensor(f"{name}.rstd", "activations", rows * 4),),
+                        backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+        else:
+            wide = x.numel * 4
+            extra = (Tensor(f"{name}.rstd", "activations", rows * 4), Tensor(f"{name}.mean_square", "activations", rows * 4),
+                     Tensor(f"{name}.normed", "activations", wide))
+            keep: tuple[Value, ...] = (x,) if ebytes == 4 else ()
+            if ebytes != 4:
+                extra += (Tensor(f"{name}.input.fp32", "activations", wide),)
+            if model.norm == "rmsnorm_no_weight":
+                extra = tuple(t for t in extra if not t.name.endswith(".normed"))
+            tape.record(name, "memory", (x,), (y,), saved=keep, extra=extra, backs=tuple(backs),
+                        nbytes=2.0 * x.nbytes + 6.0 * wide, dtype=x.dtype, kernels=6)
+        return y
+
+    def _norm_param(self) -> str:
+        return self.n.param
+
+    def rope(self, x: Value, name: str, fraction: float) -> Value:
+        """q·cos + rotate_half(q)·sin; the constants are not saved activations."""
+        if fraction == 0:
+            return x
+        y = self.tape.value(f"{name}.rotated", x.numel, x.dtype)
+        fused = self.n.compiled
+        moved = (2.0 if fused else 9.0) * x.nbytes * fraction
+        temp = 0 if fused else 2 * x.nbytes
+        self.tape.record(f"{name}.rope", "memory", (x,), (y,), nbytes=moved, dtype=x.dtype, kernels=1 if fused else 5, temp_bytes=temp,
+                         backs=(Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype, kernels=1 if fused else 6, temp_bytes=temp),))
+        return y
+
+    def activation(self, x: Value, name: str) -> Value:
+        """An elementwise non-linearity: saves its input (ReLU its output; ReLU² both halves)."""
+        kind = self.run.model.activation
+        y = self.tape.value(f"{name}.act", x.numel, x.dtype)
+        back = (Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype),)
+        if kind == "relu_squared":
+            half = self.tape.value(f"{name}.relu", x.numel, x.dtype)
+            self.tape.record(f"{name}.relu", "memory", (x,), (half,), saved=(half,), backs=back, nbytes=2.0 * x.nbytes, dtype=x.dtype)
+            self.tape.record(f"{name}.square", "memory", (half,), (y,), saved=(half,), nbytes=2.0 * x.nbytes, dtype=x.dtype,
+                             backs=(Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=2, temp_bytes=x.nbytes),))
+        else:
+            saved = (y,) if kind == "relu" else (x,)
+            self.tape.record(f"{name}.act", "memory", (x,), (y,), saved=saved, backs=back, nbytes=2.0 * x.nbytes, dtype=x.dtype)
+        return y
+
+    def gate(self, gate: Value, up: Value, name: str) -> Value:
+        """act(gate)·up. Eager saves the gate, the activated gate and up; compiled code recomputes the activated gate."""
+        y = self.tape.value(f"{name}.product", up.numel, up.dtype)
+        b = up.nbytes
+        if self.n.compiled:
+            self.tape.record(f"{name}.gate", "memory", (gate, up), (y,), saved=(gate, up), nbytes=3.0 * b, dtype=up.dtype,
+                             backs=(Back("grad", "memory", 0, nbytes=5.0 * b, dtype=up.dtype), Back("grad_up", "memory", 1, kernels=0, dtype=up.dtype)))
+            return y
+        active = self.activation(gate, f"{name}.gate")
+        self.tape.record(f"{name}.product", "memory", (active, up), (y,), saved=(active, up), nbytes=3.0 * b, dtype=up.dtype,
+                         backs=(Back("grad", "memory", 0, nbytes=3.0 * b, dtype=up.dtype), Back("grad_up", "memory", 1, nbytes=3.0 * b, dtype=up.dtype)))
+        return y
+
+    def dropout(self, x: Value, name: str) -> Value:
+        """Saves its mask: 1 byte an element on CUDA (native_dropout), an element of the tensor's dtype on the CPU."""
+        p = self.n.dropout
+        if not p:
+            return x
+        y = self.tape.value(f"{name}.dropped", x.numel, x.dtype)
+        per = 1 if self.n.table == "cuda" else x.ebytes
+        mask = Tensor(f"{name}.mask", "activations", x.numel * per)
+        moved = 2.0 * x.nbytes + mask.nbytes
+        self.tape.record(f"{name}.dropout", "memory", (x,), (y,), extra=(mask,), nbytes=moved, dtype=x.dtype,
+                         backs=(Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype),))
+        return y
+
+    def add(self, x: Value, y: Value, name: str) -> Value:
+        """The residual sum. Its gradient reaches both inputs as one tensor; a lower-precision input gets a cast copy."""
+        out = self.tape.value(name, x.numel, x.dtype)
+        moved = float(x.nbytes + y.nbytes + out.nbytes)
+        if x.dtype == y.dtype:
+            back = Back("grad", "memory", 1, alias=True)
+        else:
+            back = Back("grad", "memory", 1, nbytes=float(x.nbytes + y.nbytes), dtype=y.dtype)
+        self.tape.record(name, "memory", (x, y), (out,), backs=(Back("grad", "memory", 0, alias=True), back), nbytes=moved, dtype=x.dtype,
+                         kernels=0 if self.n.compiled else 1)
+        return out
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def attention(self, x: Value) -> Value:
+        """Self-attention from the normed input to the output projection."""
+        m, n = self.run.model, self.n
+        h, qw, kw = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
+        if m.fused_qkv:
+            q, k, v = self.fused_qkv(x, qw, kw)
+        else:
+            q = self.linear(x, "attention.q", qw, h, m.qkv_bias)
+            k = self.linear(x, "attention.k", kw, h, m.qkv_bias)
+            v = self.linear(x, "attention.v", kw, h, m.qkv_bias)
+        if m.qk_norm != "none":
+            q = self.norm(q, "attention.q_norm", qw if m.qk_norm == "full" else m.head_dim)
+            k = self.norm(k, "attention.k_norm", kw if m.qk_norm == "full" else m.head_dim)
+        if m.positions == "rope":
+            q = self.rope(q, "attention.q", m.rotary_fraction)
+            k = self.rope(k, "attention.k", m.rotary_fraction)
+        q, k, v = (self.cast(t, n.act) for t in (q, k, v))
+        out = self.eager_attention(q, k, v) if n.attention == "eager" else self.flash_attention(q, k, v)
+        return self.linear(out, "attention.out", h, qw, m.attention_out_bias)
+
+    def fused_qkv(self, x: Value, qw: int, kw: int) -> tuple[Value, Value, Value]:
+        """One matmul, three views of its output; backward concatenates their gradients before the two matmuls.
+
+        The views share one allocation: where q and k are rotated (copied) and v is saved, v alone keeps all of it alive.
+        """
+        m, n = self.run.model, self.n
+        y = self.linear(x, "attention.qkv", qw + 2 * kw, m.hidden, m.qkv_bias)
+        node = self.tape.take_back()
+        total = y.nbytes
+        q, k, v = (self.tape.value(name, self.tokens * width, n.act) for name, width in
+                   (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)))
+        copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention == "eager"
+        if copied:
+            q.own_bytes, k.own_bytes, v.own_bytes = 0, 0, total
+        backs = tuple(b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
+        cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total)
+        self.tape.record(node.name, node.kind, node.inputs, (q, k, v), saved=node.saved, extra=node.extra, backs=(cat, *backs),
+                         flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)
+        return q, k, v
+
+    def flash_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """Fused attention: saves q, k, v, the output and an fp32 log-sum-exp per head and token; no s² tensor.
+
+        Forward 4·s²·d FLOPs per head, half where causality lets the kernel skip; backward 2.5 times that, for the scores are
+        computed again (FlashAttention-2, arXiv 2307.08691).
+        """
+        m, n, b, s = self.run.model, self.n, self.batch, self.seq
+        causal = self.run.recipe.causal
+        flops = 4.0 * b * m.heads * float(s) * s * m.head_dim * (0.5 if causal else 1.0)
+        self.matmul_flops += 0.0
+        out = self.tape.value("attention.core", q.numel, q.dtype)
+        lse = Tensor("attention.lse", "activations", b * m.heads * s * 4)
+        dims = (b, m.heads, m.kv_heads, s, s, m.head_dim, int(causal))
+        moved = float(q.nbytes * 2 + k.nbytes + v.nbytes)
+        name = f"attention:{n.attention}"
+        backs = (Back("grad_q", "attention", 0, 2.5 * flops, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
+                 Back("grad_k", "memory", 1, kernels=0, dtype=n.act), Back("grad_v", "memory", 2, kernels=0, dtype=n.act))
+        self.tape.record(name, "attention", (q, k, v), (out,), saved=(q, k, v, out), extra=(lse,), backs=backs, flops=flops,
+                         nbytes=moved, dims=(*dims, 0), dtype=n.act, kernels=1)
+        return out
+
+    def eager_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """Attention as matmul, scale, mask, softmax, dropout, matmul: the s² tensors of Korthikanti et al., 5·a·s²·b bytes.
+
+        Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2 bytes a score; scores themselves die. Causal
+        FLOPs are not halved: the whole square is computed.
+        """
+        m, n, b, s = self.run.model, self.n, self.batch, self.seq
+        groups = m.heads // m.kv_heads
+        scores_numel, d, e = b * m.heads * s * s, m.head_dim, self.e
+        flops = 2.0 * b * m.heads * float(s) * s * d
+        moved = float(e * (b * m.heads * (2 * s * d) + scores_numel))
+        k, v = (self._repeat(t, groups) for t in (k, v))
+        scores = self.tape.value("attention.scores", scores_numel, n.act)
+        bmm = (b * m.heads, s, d, s)
+        self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=bmm, dtype=n.act,
+                         backs=(Back("grad_q", "matmul", 0, flops, moved, (b * m.heads, s, s, d), n.act),
+                                Back("grad_k", "matmul", 1, flops, moved, (b * m.heads, s, s, d), n.act)))
+        sb = scores.nbytes
+        scaled = self.tape.value("attention.scaled", scores_numel, n.act)
+        fused = n.compiled
+        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=n.act,
+                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
+        masked = scaled
+        if self.run.recipe.causal:
+            masked = self.tape.value("attention.masked", scores_numel, n.act)
+            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act,
+                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
+        soft = "fp32" if n.autocast else n.act
+        probs = self.tape.value("attention.probs", scores_numel, soft)
+        self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
+                         backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
+        used = self.cast(self.dropout(probs, "attention.probs"), n.act)
+        out = self.tape.value("attention.core", q.numel, n.act)
+        bmm2 = (b * m.heads, s, s, d)
+        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=bmm2, dtype=n.act,
+                         backs=(Back("grad_p", "matmul", 0, flops, moved, bmm, n.act), Back("grad_v", "matmul", 1, flops, moved, bmm2, n.act)))
+        merged = self.tape.value("attention.merged", out.numel, n.act)
+        self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=n.act,
+                         backs=(Back("grad", "memory", 0, alias=True),))
+        return merged
+
+    def _repeat(self, x: Value, groups: int) -> Value:
+        """Keys or values repeated for the query heads that share them."""
+        if groups == 1:
+            return x
+        y = self.tape.value(f"{x.name}.repeated", x.numel * groups, x.dtype)
+        self.tape.record(f"{x.name}.repeat", "memory", (x,), (y,), nbytes=float(x.nbytes + y.nbytes), dtype=x.dtype,
+                         backs=(Back("sum", "memory", 0, nbytes=float(x.nbytes + y.nbytes), dtype=x.dtype),))
+        return y
+
+    # -- units ---------------------------------------------------------------------------------------------------------
+
+    def mlp(self, x: Value) -> Value:
+        """The dense feed-forward block."""
+        m = self.run.model
+        if m.gated:
+            gate = self.linear(x, "mlp.gate", m.ffn, m.hidden, m.mlp_bias)
+            up = self.linear(x, "mlp.up", m.ffn, m.hidden, m.mlp_bias)
+            inner = self.gate(gate, up, "mlp")
+        else:
+            inner = self.activation(self.linear(x, "mlp.up", m.ffn, m.hidden, m.mlp_bias), "mlp")
+        return self.linear(inner, "mlp.down", m.hidden, m.ffn, m.mlp_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One recorded unit: its tape, where it begins and ends, and the totals that other readings need."""
+
+    tape: Tape
+    entry: Value | None
+    exit: Value
+    matmul_flops: float
+    attention_flops: float
+    weights_cast_bytes: int
+
+
+def _unit(walk: Walk, entry: Value | None, out: Value, attention_flops: float = 0.0) -> Unit:
+    return Unit(walk.tape, entry, out, walk.matmul_flops, attention_flops, walk.weights_cast)
+
+
+def model_attention_flops(run: Run) -> float:
+    """Attention FLOPs of one layer's forward over one micro-batch, the whole square counted (no causal halving)."""
+    m, r = run.model, run.recipe
+    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / run.plan.cp
+
+
+def layer_unit(run: Run, numbers: Numbers) -> Unit:
+    """One dense layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
+    m = run.model
+    w = Walk(run, numbers)
+    x = w.tape.input("hidden", w.tokens * m.hidden, numbers.residual)
+    n = m.norms_per_layer
+    if m.parallel_residual:
+        first = w.norm(x, "attention_norm", m.hidden)
+        second = w.norm(x, "mlp_norm", m.hidden) if n >= 2 else first
+        a = w.dropout(w.attention(first), "attention.out")
+        f = w.dropout(w.mlp(second), "mlp.down")
+        y = w.add(w.add(x, a, "attention.residual"), f, "hidden")
+        return _unit(w, x, y, model_attention_flops(run))
+    post = m.norm_placement == "post"
+    a = w.attention(x if post else w.norm(x, "attention_norm", m.hidden))
+    if post:
+        a = w.norm(a, "attention_norm", m.hidden)
+    elif n == 4:
+        a = w.norm(a, "attention_post_norm", m.hidden)
+    mid = w.add(x, w.dropout(a, "attention.out"), "attention.residual")
+    f = w.mlp(mid if post else w.norm(mid, "mlp_norm", m.hidden))
+    if post:
+        f = w.norm(f, "mlp_norm", m.hidden)
+    elif n == 4:
+        f = w.norm(f, "mlp_post_norm", m.hidden)
+    y = w.add(mid, w.dropout(f, "mlp.down"), "hidden")
+    return _unit(w, x, y, model_attention_flops(run))
+
+
+def embedding_unit(run: Run, numbers: Numbers) -> Unit:
+    """Token (and position) lookup, in the dtype of the parameters as the module sees them."""
+    m = run.model
+    w = Walk(run, numbers)
+    dtype = numbers.param
+    e = DTYPE_BYTES[dtype]
+    table = Param("embedding.weight", (m.vocab, m.embedding_dim))
+    width = m.embedding_dim
+    y = w.tape.value("embedding.out", w.tokens * width, dtype)
+    grad_bytes = float(table.numel * e + w.tokens * width * e * 2)
+    w.tape.record("embedding", "memory", (), (y,), nbytes=2.0 * y.nbytes, dtype=dtype,
+                  backs=(Back("wgrad", "memory", table, nbytes=grad_bytes, dtype=numbers.param, kernels=3),))
+    if m.position_rows:
+        rows = Param("positions.weight", (m.position_rows, m.hidden))
+        at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
+        w.tape.record("positions", "memory", (), (at,), nbytes=2.0 * at.nbytes, dtype=dtype,
+                      backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param),))
+        out = w.tape.value("embedding.sum", y.numel, dtype)
+        w.tape.record("embedding.add", "memory", (y, at), (out,), nbytes=3.0 * y.nbytes, dtype=dtype,
+                      backs=(Back("grad", "memory", 0, alias=True), Back("grad_positions", "memory", 1, nbytes=float(y.nbytes), dtype=dtype)))
+        y = out
+    if m.embedding_norm:
+        y = w.norm(y, "embedding_norm", m.hidden)
+    y = w.dropout(y, "embedding")
+    y.name = "hidden"
+    return _unit(w, None, y)
+
+
+def head_unit(run: Run, numbers: Numbers) -> Unit:
+    """Final norm, output matrix and loss of one micro-batch; the peak of many runs is here.
+
+    eager: logits in the compute dtype, their fp32 copy, and the log-softmax that cross-entropy saves; backward holds three
+    fp32 tensors of that size for a moment (12 bytes a logit). bf16 skips the fp32 copy. chunked and fused are in `_chunked_loss`
+    and `_fused_loss`.
+    """
+    m, r = run.model, run.recipe
+    w = Walk(run, numbers)
+    x = w.tape.input("hidden", w.tokens * m.hidden, numbers.residual)
+    y = w.norm(x, "final_norm", m.hidden) if m.final_norm else x
+    if r.loss == "chunked":
+        loss = _chunked_loss(w, y)
+    elif r.loss == "fused":
+        loss = _fused_loss(w, y)
+    else:
+        name = "embedding" if m.tied_embeddings else "head"
+        logits = w.linear(y, name, m.vocab, m.hidden, m.head_bias)
+        loss = _cross_entropy(w, logits, r.loss == "bf16")
+    return _unit(w, x, loss)
+
+
+def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
+    tape = w.tape
+    wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
+    fused = w.n.compiled
+    log_probs = tape.value("loss.log_softmax", wide.numel, wide.dtype)
+    tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=2.0 * wide.nbytes, dtype=wide.dtype,
+                backs=(Back("grad", "memory", 0, nbytes=(1.0 if fused else 3.0) * wide.nbytes, dtype=wide.dtype),))
+    loss = tape.value("loss", 1, wide.dtype)
+    tape.record("loss.nll", "memory", (log_probs,), (loss,), nbytes=float(w.tokens * 8), dtype=wide.dtype,
+                extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
+                backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=2),))
+    return loss
+
+
+def _head_weight(w: Walk) -> Param:
+    m = w.run.model
+    return Param("embedding.weight" if m.tied_embeddings else "head.weight", (m.vocab, m.hidden))
+
+
+def _chunked_loss(w: Walk, y: Value) -> Value:
+    """Head and loss over pieces of the sequence, each checkpointed: the logits of one piece exist at a time."""
+    m, n, chunks = w.run.model, w.n, w.run.recipe.loss_chunks
+    weight = _head_weight(w)
+    rows = -(-w.tokens // chunks)
+    flops = 2.0 * rows * m.vocab * m.hidden
+    w.matmul_flops += flops * chunks
+    logits = rows * m.vocab
+    e = w.e
+    wide = logits * 4
+    moved = float(e * (rows * m.hidden + weight.numel + logits))
+    loss = w.tape.value("loss", 1, "fp32")
+    forward_temp = logits * e + 2 * wide if e != 4 else 2 * wide
+    cast = (w.cast_weight(weight.name, weight.numel),) if n.autocast else ()
+    source = w.cast(y, n.act) if n.autocast else y
+    backs: list[Back] = []
+    grad_temp = (3 * wide + (logits * e if e != 4 else 0))
+    for i in range(chunks):
+        backs.append(Back(f"chunk{i}.recompute", "matmul", None, flops, moved, (1, rows, m.hidden, m.vocab), n.act, temp_bytes=forward_temp))
+        backs.append(Back(f"chunk{i}.loss", "memory", None, nbytes=8.0 * wide, kernels=6, temp_bytes=grad_temp))
+        backs.append(Back(f"chunk{i}.dgrad", "matmul", 0 if i == 0 else None, flops, moved, (1, rows, m.vocab, m.hidden), n.act,
+                          temp_bytes=logits * e))
+        backs.append(Back(f"chunk{i}.wgrad", "matmul", weight if i == 0 and not n.autocast else None, flops, moved, (1, m.vocab, rows, m.hidden),
+                          n.act if n.autocast else n.param, temp_bytes=logits * e + (weight.numel * e if i else 0)))
+    if n.autocast:
+        backs.append(w._cast_back(weight))
+    w.tape.record("loss.chunked", "matmul", (source,), (loss,), saved=(source,), extra=cast, backs=tuple(backs), flops=flops * chunks,
+                  nbytes=moved * chunks + 6.0 * wide * chunks, dims=(1, w.tokens, m.hidden, m.vocab), dtype=n.act, kernels=8 * chunks,
+                  temp_bytes=forward_temp)
+    return loss
+
+
+def _fused_loss(w: Walk, y: Value) -> Value:
+    """Linear and cross-entropy in one autograd function (Liger): forward computes loss and gradients piece by piece.
+
+    It keeps the gradient of the hidden states and of the head's weight until backward. Pieces are chosen so that the logits of
+    one piece take about the memory of the hidden states (linkedin/Liger-Kernel, fused_linear_cross_entropy).
+    """
+    m, n = w.run.model, w.n
+    weight = _head_weight(w)
+    chunks = max(1, min(w.tokens, -(-m.vocab // m.hidden)))
+    rows = -(-w.tokens // chunks)
+    flops = 2.0 * w.tokens * m.vocab * m.hidden
+    w.matmul_flops += flops
+    e = w.e
+    source = w.cast(y, n.act) if n.autocast else y
+    cast = (w.cast_weight(weight.name, weight.numel),) if n.autocast else ()
+    loss = w.tape.value("loss", 1, "fp32")
+    kept = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations", weight.numel * e))
+    moved = float(e * (w.tokens * m.hidden * 2 + chunks * weight.numel * 3 + 6 * w.tokens * m.vocab))
+    w.tape.record("loss.fused", "matmul", (source,), (loss,), extra=(*kept, *cast), flops=3.0 * flops, nbytes=moved,
+                  dims=(1, w.tokens, m.hidden, m.vocab), dtype=n.act, kernels=8 * chunks, temp_bytes=rows * m.vocab * (e + 4),
+                  backs=(Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act),
+                         Back("grad_weight", "memory", weight, nbytes=2.0 * weight.numel * e, dtype=n.param)))
+    return loss
+
+
+def unit_param_names(run: Run) -> tuple[str, ...]:
+    """Names of a layer's matrices, for reports."""
+    return tuple(p.name for p in attention_params(run.model) + mlp_params(run.model))

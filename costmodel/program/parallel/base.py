@@ -1,0 +1,149 @@
+"""What a way of spreading work answers, with the answers of a single GPU.
+
+A strategy file says what it shards (`persistent`, `update`), what it sends and when (the hooks around units and gradients),
+and what it forbids (`refusals`). The builder walks the step and asks.
+"""
+
+from collections.abc import Iterator
+
+from costmodel.program.inventory import Inventory, nbytes
+from costmodel.program.ir import Comm, Op, Tensor
+from costmodel.program.layers import Numbers
+from costmodel.program.optimizer import Update, clip_ops, update_ops
+from costmodel.program.tape import GradReady
+from costmodel.spec import DTYPE_BYTES, PlanError, Run
+
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+ONLY, FIRST, MIDDLE, LAST = "only", "first", "middle", "last"
+
+
+class Strategy:
+    """Single GPU: everything whole, nothing sent."""
+
+    name = "single"
+    sharded: tuple[str, ...] = ()
+    """What it stores in pieces, of: parameters, gradients, master_weights, optimizer."""
+
+    def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
+        self.run = run
+        self.plan = run.plan
+        self.recipe = run.recipe
+        self.precision = run.recipe.precision
+        self.numbers = numbers
+        self.inventory = inventory
+
+    # -- what it forbids -------------------------------------------------------------------------------------------------
+
+    def refusals(self) -> Iterator[PlanError]:
+        """What this strategy cannot do."""
+        return iter(())
+
+    # -- what lives on a rank --------------------------------------------------------------------------------------------
+
+    def roles(self) -> list[tuple[str, int, int]]:
+        """(role, ranks, example rank) of the ranks that differ."""
+        return [("every rank", self.run.cluster.gpus, 0)]
+
+    def persistent(self, role: str) -> list[Tensor]:
+        """State that exists before the first step."""
+        state = [Tensor("parameters", "parameters", nbytes(self.inventory.numel, self.precision.parameter))]
+        if self.precision.master:
+            state.append(Tensor("master weights", "master_weights", nbytes(self.inventory.numel, self.precision.master)))
+        return state
+
+    def update(self, role: str) -> Update:
+        """What this rank's optimizer updates."""
+        p, inv = self.precision, self.inventory
+        return Update(inv.numel, inv.tensors, inv.largest, p.master or p.parameter, p.gradient, p.optimizer_state,
+                      p.parameter if p.master else None)
+
+    # -- hooks of the step -----------------------------------------------------------------------------------------------
+
+    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+        """A key that is equal for layers whose hooks do the same."""
+        return None
+
+    def begin_step(self, first: bool) -> list[Op]:
+        """zero_grad(set_to_none=True): the gradients of the previous step go."""
+        if first or not self.recipe.zero_set_to_none:
+            return []
+        frees = tuple(self.kept_gradients())
+        return [Op("zero_grad", "host", kernels=0, frees=frees)] if frees else []
+
+    def kept_gradients(self) -> list[Tensor]:
+        """Gradients that live from backward to the next step's zero_grad."""
+        out: list[Tensor] = []
+        for unit, count in ((self.inventory.embedding, 1), (self.inventory.layer, self.inventory.layers), (self.inventory.head, 1)):
+            total = sum(nbytes(p.numel, self.gradient_dtype) for p in unit.params)
+            if total:
+                out.append(Tensor("gradients", "gradients", total * count))
+        return out
+
+    @property
+    def gradient_dtype(self) -> str:
+        return self.precision.gradient
+
+    def forward_begin(self, micro: str) -> list[Op]:
+        return []
+
+    def forward_end(self, micro: str) -> list[Op]:
+        return []
+
+    def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
+        return []
+
+    def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
+        return []
+
+    def backward_begin(self, micro: str) -> list[Op]:
+        return []
+
+    def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
+        return []
+
+    def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
+        return []
+
+    def backward_end(self, micro: str) -> list[Op]:
+        return []
+
+    def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
+        """The gradient of a parameter is there: what the op that made it allocates, and what runs next.
+
+        The engine keeps the first gradient as `.grad`; a later micro-batch adds into it and drops its own.
+        """
+        if micro in (ONLY, FIRST):
+            return (Tensor(f"{ready.param.name}.grad", "gradients", ready.nbytes),), []
+        made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
+        return (made,), [Op(f"{ready.param.name}.accumulate_grad", "memory", nbytes=3.0 * ready.nbytes, dtype=ready.dtype, frees=(made,))]
+
+    def clip(self, role: str) -> list[Op]:
+        """Gradient clipping on this rank."""
+        u = self.update(role)
+        return clip_ops(u.numel, u.tensors, u.grad)
+
+    def step(self, role: str, first: bool) -> list[Op]:
+        """The optimizer step and whatever it sends."""
+        return update_ops(self.recipe.optimizer, self.update(role), first=first)
+
+    # -- for reports -----------------------------------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, event: str = "", name: str = "",
+               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False) -> Op:
+    """A collective in the field's message convention, with what goes in and comes out on one rank."""
+    if kind == "all-gather":
+        inside, outside = message // group, message
+    elif kind == "reduce-scatter":
+        inside, outside = message, message // group
+    else:
+        inside = outside = message
+    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached,
+              comm=Comm(axis, kind, message, inside, outside, dtype, group))
+
+
+def element_bytes(dtype: str) -> int:
+    return DTYPE_BYTES[dtype]

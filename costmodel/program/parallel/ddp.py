@@ -1,0 +1,115 @@
+"""DDP: every rank holds all state; gradients are all-reduced in buckets while backward runs.
+
+Sends 2Ψ elements per step (an all-reduce of every gradient), once per step with no_sync. Source of the bucket rule:
+torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size: parameters in order of arrival; a bucket closes when
+its size reaches its cap (the first one's is 1 MiB).
+"""
+
+from typing import NamedTuple
+
+from costmodel.program.inventory import Inventory, nbytes
+from costmodel.program.ir import Op, Tensor
+from costmodel.program.layers import Numbers
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.tape import GradReady
+from costmodel.spec import Run
+from costmodel.spec.parameters import Param
+
+
+class Flush(NamedTuple):
+    """A bucket closes when this parameter's gradient has arrived."""
+
+    nbytes: int
+    numel: int
+
+
+def arrival_order(params: tuple[Param, ...]) -> list[Param]:
+    """Parameters of a unit in the order in which backward finishes their gradients: the reverse of registration, but a linear
+    layer's weight before its bias and a norm's likewise."""
+    groups: dict[str, list[Param]] = {}
+    for p in params:
+        groups.setdefault(p.name.rsplit(".", 1)[0], []).append(p)
+    return [p for name in reversed(list(groups)) for p in groups[name]]
+
+
+class Buckets:
+    """Which gradients share a bucket, found by walking the parameters in order of arrival."""
+
+    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, tied: bool) -> None:
+        self.flush: dict[tuple[str, int], dict[str, Flush]] = {}
+        self.sizes: list[int] = []
+        order = [(HEAD, 0, arrival_order(inventory.head.params))]
+        layer = arrival_order(inventory.layer.params)
+        order += [(LAYER, i, layer) for i in range(inventory.layers - 1, -1, -1)]
+        order.append((EMBEDDING, 0, arrival_order(inventory.embedding.params)))
+        size, limit = 0, first_cap
+        last: tuple[str, int, str] | None = None
+        for unit, index, params in order:
+            for p in params:
+                size += p.numel * element
+                last = unit, index, p.name
+                if size >= limit:
+                    self._close(unit, index, p.name, size, element)
+                    size, limit = 0, cap
+        if size and last:
+            self._close(*last, size, element)
+
+    def _close(self, unit: str, index: int, name: str, size: int, element: int) -> None:
+        self.flush.setdefault((unit, index), {})[name] = Flush(size, size // element)
+        self.sizes.append(size)
+
+
+class DDP(Strategy):
+    """Distributed data parallel, PyTorch's reducer."""
+
+    name = "ddp"
+    axis = "dp_replicate"
+
+    def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
+        super().__init__(run, numbers, inventory)
+        self.dtype = self.precision.parameter
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes,
+                               run.model.tied_embeddings)
+        self.group = run.plan.dp * run.plan.cp
+        self.view = run.plan.gradient_as_bucket_view
+
+    def persistent(self, role: str) -> list[Tensor]:
+        total = nbytes(self.inventory.numel, self.dtype)
+        category = "gradients" if self.view else "communication"
+        return [*super().persistent(role), Tensor("DDP buckets", category, total)]
+
+    def kept_gradients(self) -> list[Tensor]:
+        return [] if self.view else super().kept_gradients()
+
+    def syncs(self, micro: str) -> bool:
+        return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
+
+    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+        if phase != "backward" or not self.syncs(micro):
+            return None
+        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+
+    def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
+        if self.view:
+            made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
+            allocs: tuple[Tensor, ...] = (made,)
+            first = micro in (ONLY, "first")
+            ops = [Op(f"{ready.param.name}.to_bucket", "memory", nbytes=(2.0 if first else 3.0) * ready.nbytes, dtype=ready.dtype, frees=(made,))]
+        else:
+            allocs, ops = super().on_grad(unit, index, ready, micro)
+            if self.syncs(micro):
+                ops = [*ops, Op(f"{ready.param.name}.to_bucket", "memory", nbytes=2.0 * ready.nbytes, dtype=ready.dtype)]
+        if self.syncs(micro):
+            flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+            if flush:
+                ops.append(collective(self.axis, "all-reduce", self.group, flush.nbytes, self.dtype, event="ddp", name="bucket.all_reduce"))
+        return allocs, ops
+
+    def backward_end(self, micro: str) -> list[Op]:
+        if not self.syncs(micro):
+            return []
+        total = float(nbytes(self.inventory.numel, self.dtype))
+        ops = [Op("ddp.wait", "wait", event="ddp", kernels=0)]
+        if not self.view:
+            ops.append(Op("ddp.copy_back", "memory", nbytes=2.0 * total, dtype=self.dtype, kernels=self.inventory.tensors))
+        return ops

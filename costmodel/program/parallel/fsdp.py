@@ -1,0 +1,238 @@
+"""FSDP2 (`fully_shard`), PyTorch's ZeRO-3, and HSDP: each layer is a group, the rest is the root group.
+
+State is split by dim 0 of every parameter, padded to a multiple of the group. A layer's parameters are gathered before use
+(all-gather in the compute dtype), freed after forward (`reshard_after_forward`) and gathered again in backward, where the next
+layer's gather is prefetched; its gradients are reduce-scattered in the reduce dtype after its backward. The root stays gathered
+from forward to the end of backward. Sends 3Ψ elements per micro-batch (2Ψ without resharding); HSDP adds an all-reduce of every
+gradient shard over dp_replicate. Source: torch/distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py), 2.13.
+"""
+
+from costmodel.program.inventory import Inventory, UnitParams, nbytes
+from costmodel.program.ir import Op, Tensor
+from costmodel.program.layers import Numbers
+from costmodel.program.optimizer import Update, clip_ops
+from costmodel.program.parallel.base import LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.tape import GradReady
+from costmodel.spec import Run
+
+ROOT = "root"
+
+
+class FSDP(Strategy):
+    """FSDP2, and HSDP where dp_replicate > 1."""
+
+    name = "fsdp"
+    sharded = ("parameters", "gradients", "optimizer")
+    axis = "dp_shard"
+
+    def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
+        super().__init__(run, numbers, inventory)
+        self.n = run.plan.state_shards
+        self.reshard = run.plan.reshard_after_forward
+        self.sync_each = run.plan.sync_each_micro_batch
+        p = self.precision
+        self.low = numbers.weight
+        self.casts = self.low != p.parameter
+        root = UnitParams(inventory.embedding.params + inventory.head.params, inventory.embedding.numel + inventory.head.numel)
+        self.groups = {LAYER: inventory.layer, ROOT: root}
+        self.shard = {name: g.sharded_numel(self.n) for name, g in self.groups.items()}
+        self.local = {name: sum(_local(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
+                      for name, g in self.groups.items()}
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def _total(self, per_group: dict[str, int]) -> int:
+        return per_group[ROOT] + self.inventory.layers * per_group[LAYER]
+
+    def persistent(self, role: str) -> list[Tensor]:
+        return [Tensor("parameters (shard)", "parameters", nbytes(self._total(self.shard), self.precision.parameter))]
+
+    def update(self, role: str) -> Update:
+        p = self.precision
+        largest = max(_local(q.shape[0], self.n) * (q.numel // q.shape[0]) for g in self.groups.values() for q in g.params)
+        return Update(self._total(self.local), self.inventory.tensors, largest, p.parameter, p.gradient, p.optimizer_state)
+
+    def kept_gradients(self) -> list[Tensor]:
+        return [Tensor("gradients (shard)", "gradients", nbytes(self._total(self.shard), self.precision.gradient), "reduce")]
+
+    # -- gathers ---------------------------------------------------------------------------------------------------------
+
+    def _bytes(self, group: str, dtype: str, *, whole: bool = True) -> int:
+        return self.shard[group] * (self.n if whole else 1) * element_bytes(dtype)
+
+    def _buffer(self, group: str) -> Tensor:
+        return Tensor(f"all_gather({group})", "communication", self._bytes(group, self.low), "gather")
+
+    def _params(self, group: str) -> Tensor:
+        return Tensor(f"unsharded({group})", "communication", self._bytes(group, self.low))
+
+    def _gather(self, group: str, event: str) -> list[Op]:
+        """Cast the shard, copy it into the gather buffer, gather."""
+        if self.n == 1:
+            return []
+        shard_bytes = float(self._bytes(group, self.low, whole=False))
+        ops: list[Op] = []
+        cast: tuple[Tensor, ...] = ()
+        if self.casts:
+            cast = (Tensor(f"cast({group})", "communication", int(shard_bytes), "gather"),)
+        ops.append(Op(f"fsdp.copy_in({group})", "side", nbytes=(shard_bytes * 2 + (self._bytes(group, self.precision.parameter, whole=False) + shard_bytes if self.casts else 0)),
+                      dtype=self.low, kernels=2 if self.casts else 1, allocs=(*cast, self._buffer(group)), axis=self.axis, detached=True))
+        ops.append(collective(self.axis, "all-gather", self.n, self._bytes(group, self.low), self.low, event=event,
+                              name=f"all_gather({group})", frees=cast, detached=True))
+        return ops
+
+    def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
+        moved = 2.0 * self._bytes(group, self.low)
+        count = len(self.groups[group].params)
+        wait = [] if self.n == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
+        return [*wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
+                          allocs=(self._params(group),), frees=free)]
+
+    # -- forward ---------------------------------------------------------------------------------------------------------
+
+    def forward_begin(self, micro: str) -> list[Op]:
+        return [*self._gather(ROOT, "gather"), *self._copy_out(ROOT, "gather", ()), self._record("copied")]
+
+    def _record(self, event: str) -> Op:
+        return Op(f"fsdp.record({event})", "record", kernels=0, event=event)
+
+    def _hold(self, event: str) -> Op:
+        return Op(f"fsdp.hold({event})", "hold", kernels=0, event=event, axis=self.axis)
+
+    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+        if phase == "forward":
+            return index == 0
+        return (index == 0, index == self.inventory.layers - 1)
+
+    def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
+        """Gather, then let the gather stream wait until the previous layer's copy-out is done, then copy out.
+
+        The buffer of the previous gather is freed only now, so that its copy-out may overlap this gather.
+        """
+        if unit != LAYER:
+            return []
+        ops = self._gather(LAYER, "gather")
+        if self.n > 1:
+            hold = self._hold("copied")
+            ops.append(hold._replace(frees=(self._buffer(ROOT if index == 0 else LAYER),)))
+        return [*ops, *self._copy_out(LAYER, "gather", ()), self._record("copied")]
+
+    def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
+        if unit != LAYER or not self.reshard:
+            return []
+        return [Op("fsdp.reshard", "host", kernels=0, frees=(self._params(LAYER),))]
+
+    def forward_end(self, micro: str) -> list[Op]:
+        """The last gather buffer goes when the root's forward ends."""
+        if self.n == 1:
+            return []
+        last = LAYER if self.inventory.layers else ROOT
+        return [Op("fsdp.forward_end", "host", kernels=0, frees=(self._buffer(last),))]
+
+    # -- backward --------------------------------------------------------------------------------------------------------
+
+    def backward_begin(self, micro: str) -> list[Op]:
+        """The root, still gathered, prefetches the last layer."""
+        return self._gather(LAYER, "gather") if self.reshard and self.plan.backward_prefetch and self.inventory.layers else []
+
+    def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
+        if unit != LAYER or not self.reshard:
+            return []
+        ops: list[Op] = []
+        if not self.plan.backward_prefetch:
+            ops += self._gather(LAYER, "gather")
+        ops += self._copy_out(LAYER, "gather", (self._buffer(LAYER),) if self.n > 1 else ())
+        ops.append(self._record("copied"))
+        if self.n > 1:
+            ops.append(self._hold("copied"))
+        if self.plan.backward_prefetch and index > 0:
+            ops += self._gather(LAYER, "gather")
+        return ops
+
+    def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
+        """Autograd leaves the unsharded gradient in the compute dtype; the layer's post-backward takes it."""
+        return (Tensor(f"{ready.param.name}.unsharded_grad", "communication", ready.nbytes),), []
+
+    def _unsharded_grads(self, group: str) -> tuple[Tensor, ...]:
+        return (Tensor(f"unsharded_grads({group})", "communication", nbytes(self.groups[group].numel, self.numbers.param)),)
+
+    def _reduce(self, group: str, micro: str, previous: str | None) -> list[Op]:
+        """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard."""
+        p, n = self.precision, self.n
+        reduces = self.sync_each or micro in (ONLY, LAST)
+        first = micro in (ONLY, "first")
+        whole = self.groups[group].numel
+        free_params = (self._params(group),)
+        accumulated = Tensor(f"accumulated_grads({group})", "communication", nbytes(whole, p.reduce))
+        grads = self._unsharded_grads(group)
+        if not reduces:
+            moved = float(nbytes(whole, self.numbers.param) + nbytes(whole, p.reduce))
+            if first:
+                return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, allocs=(accumulated,), frees=grads + free_params)]
+            return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved + nbytes(whole, p.reduce), dtype=p.reduce, frees=grads + free_params)]
+        ops: list[Op] = []
+        source = grads
+        in_dtype = self.numbers.param
+        if not self.sync_each and micro == LAST:
+            ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + 2 * nbytes(whole, p.reduce)), dtype=p.reduce, frees=grads))
+            source, in_dtype = (accumulated,), p.reduce
+        ops.append(Op("fsdp.reshard", "host", kernels=0, frees=free_params))
+        rs_in = Tensor(f"reduce_scatter_in({group})", "communication", self._bytes(group, p.reduce))
+        rs_out = Tensor(f"reduce_scatter_out({group})", "communication", self._bytes(group, p.reduce, whole=False), "reduce")
+        if previous and n >= 1:
+            ops.append(Op("fsdp.wait_reduce", "wait", kernels=0, event="reduce",
+                          frees=(Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, p.reduce)),)))
+        ops.append(Op(f"fsdp.reduce_copy_in({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + rs_in.nbytes), dtype=p.reduce,
+                      kernels=2, allocs=(rs_in,), frees=source))
+        shard = Tensor(f"{group}.grad_shard", "gradients", self._bytes(group, p.gradient, whole=False), "reduce")
+        fresh = first or (not self.sync_each and micro == LAST)
+        same = p.reduce == p.gradient
+        keep = (shard,) if fresh else ()
+        replicate = self.plan.dp_replicate
+        if n > 1:
+            done = "" if replicate > 1 else "reduce"
+            ops.append(collective(self.axis, "reduce-scatter", n, self._bytes(group, p.reduce), p.reduce, event=done or "scattered",
+                                  name=f"reduce_scatter({group})", allocs=(rs_out,)))
+        else:
+            ops.append(Op(f"fsdp.reduce_copy({group})", "memory", nbytes=2.0 * rs_out.nbytes, dtype=p.reduce, allocs=(rs_out,)))
+        if replicate > 1:
+            if n > 1:
+                ops.append(Op("fsdp.hold(scattered)", "hold", kernels=0, event="scattered", axis="dp_replicate"))
+            ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})"))
+        tail = 0.0 if same and fresh else 2.0 * shard.nbytes + (shard.nbytes if not fresh else 0)
+        ops.append(Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
+                      allocs=keep, frees=(rs_out,), axis=self.axis))
+        return ops
+
+    def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
+        if unit != LAYER:
+            return []
+        top = index == self.inventory.layers - 1
+        return self._reduce(LAYER, micro, None if top else LAYER)
+
+    def backward_end(self, micro: str) -> list[Op]:
+        """The root's gradients are reduced last; then everything in flight is waited for."""
+        ops = self._reduce(ROOT, micro, LAYER if self.inventory.layers else None)
+        if self.sync_each or micro in (ONLY, LAST):
+            last = Tensor(f"reduce_scatter_in({ROOT})", "communication", self._bytes(ROOT, self.precision.reduce))
+            ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
+        return ops
+
+    def clip(self, role: str) -> list[Op]:
+        """Norms of the local shards, and one all-reduce of the total over the shards."""
+        u = self.update(role)
+        ops = clip_ops(u.numel, u.tensors, u.grad)
+        if self.n > 1:
+            ops.insert(1, collective(self.axis, "all-reduce", self.n, 4, "fp32", name="clip.all_reduce"))
+        return ops
+
+    def notes(self) -> list[str]:
+        small = [q.name for g in self.groups.values() for q in g.params if q.shape[0] < self.n]
+        if small:
+            return [f"{len(small)} kinds of parameter have fewer rows than the {self.n} shards; ranks beyond them hold padding."]
+        return []
+
+
+def _local(rows: int, n: int) -> int:
+    """Rows that rank 0 holds, without padding."""
+    return min(rows, -(-rows // n))

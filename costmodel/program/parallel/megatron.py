@@ -1,0 +1,117 @@
+"""Megatron's data parallel: one contiguous gradient buffer, with or without the distributed optimizer.
+
+Parameters 16-bit, gradients in a persistent buffer (fp32 by default: 18 bytes a parameter with master weights and Adam; with the
+distributed optimizer 6 + 12/n). Without it, gradients are all-reduced (2Ψ); with it reduce-scattered and the updated 16-bit
+parameters all-gathered (2Ψ). A gradient buffer of 16 bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM
+core/distributed/param_and_grad_buffer.py (bucket size max(40 M, 1 M x dp) parameters), core/optimizer; issue 654 (maintainer's
+bytes per parameter). There is no dry run of this dialect.
+"""
+
+from costmodel.program.inventory import Inventory, nbytes
+from costmodel.program.ir import Op, Tensor
+from costmodel.program.layers import Numbers
+from costmodel.program.optimizer import Update, clip_ops, update_ops
+from costmodel.program.parallel.base import LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.ddp import Buckets
+from costmodel.program.tape import GradReady
+from costmodel.spec import Run
+
+
+class MegatronDP(Strategy):
+    """Contiguous gradient buffer; distributed optimizer where zero = 1."""
+
+    name = "megatron"
+
+    def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
+        super().__init__(run, numbers, inventory)
+        self.distributed = run.plan.zero == 1
+        self.axis = "dp_shard" if self.distributed else "dp_replicate"
+        self.sharded = ("master_weights", "optimizer") if self.distributed else ()
+        self.n = run.plan.dp * run.plan.cp
+        self.shards = run.plan.state_shards if self.distributed else 1
+        self.local = -(-inventory.numel // self.shards)
+        element = element_bytes(self.precision.reduce)
+        cap = max(40_000_000, 1_000_000 * self.n) * element
+        self.buckets = Buckets(inventory, element, cap, cap, run.model.tied_embeddings)
+
+    def persistent(self, role: str) -> list[Tensor]:
+        p, inv = self.precision, self.inventory
+        out = [Tensor("parameters", "parameters", nbytes(inv.numel, p.parameter)),
+               Tensor("gradient buffer", "gradients", nbytes(inv.numel, p.gradient))]
+        if p.master:
+            out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
+        if self.recipe.grad_accum_fusion:
+            shapes = {q.shape for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) == 2}
+            dummy = sum(r * c for r, c in shapes)
+            out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
+        return out
+
+    def update(self, role: str) -> Update:
+        p, inv = self.precision, self.inventory
+        return Update(self.local, inv.tensors, min(self.local, inv.largest), p.master or p.parameter, "fp32" if p.master else p.gradient,
+                      p.optimizer_state, p.parameter if p.master else None)
+
+    def begin_step(self, first: bool) -> list[Op]:
+        """The buffer is zeroed, not freed."""
+        total = float(nbytes(self.inventory.numel, self.precision.gradient))
+        return [Op("zero_grad", "memory", nbytes=total, dtype=self.precision.gradient)]
+
+    def kept_gradients(self) -> list[Tensor]:
+        return []
+
+    def syncs(self, micro: str) -> bool:
+        return micro in (ONLY, LAST) and self.n > 1
+
+    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+        if phase != "backward" or not self.syncs(micro):
+            return None
+        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+
+    def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
+        """Fused, the weight-gradient GEMM adds into the buffer; else a 16-bit gradient is made, added and dropped."""
+        buffer = nbytes(ready.param.numel, self.precision.gradient)
+        if self.recipe.grad_accum_fusion and len(ready.param.shape) > 1:
+            allocs: tuple[Tensor, ...] = ()
+            ops: list[Op] = []
+        else:
+            made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
+            allocs = (made,)
+            ops = [Op(f"{ready.param.name}.to_buffer", "memory", nbytes=float(ready.nbytes + 2 * buffer), dtype=self.precision.gradient, frees=(made,))]
+        if self.syncs(micro):
+            flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+            if flush and self.plan.overlap_grad_reduce:
+                ops.append(self._reduce(flush.nbytes, "grads"))
+        return allocs, ops
+
+    def _reduce(self, size: int, event: str) -> Op:
+        """One bucket's reduction. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
+        kind = "reduce-scatter" if self.distributed else "all-reduce"
+        return collective(self.axis, kind, self.n, size, self.precision.reduce, event=event, name=f"bucket.{kind.replace('-', '_')}")
+
+    def backward_end(self, micro: str) -> list[Op]:
+        if not self.syncs(micro):
+            return []
+        if self.plan.overlap_grad_reduce:
+            return [Op("megatron.wait", "wait", kernels=0, event="grads")]
+        return [self._reduce(size, "") for size in self.buckets.sizes]
+
+    def clip(self, role: str) -> list[Op]:
+        ops = clip_ops(self.local, self.inventory.tensors, self.update(role).grad)
+        if self.shards > 1:
+            ops.insert(1, collective(self.axis, "all-reduce", self.shards, 4, "fp32", name="clip.all_reduce"))
+        return ops
+
+    def step(self, role: str, first: bool) -> list[Op]:
+        p = self.precision
+        copy = (Tensor("fp32 gradient copy", "temporaries", nbytes(self.local, "fp32")),) if p.master and p.gradient != "fp32" else ()
+        ops = [Op("gradient.to_fp32", "memory", nbytes=float(nbytes(self.local, p.gradient) + nbytes(self.local, "fp32")), dtype="fp32", allocs=copy)] if copy else []
+        ops += update_ops(self.recipe.optimizer, self.update(role), first=first)
+        if copy:
+            ops.append(Op("gradient.release", "host", kernels=0, frees=copy))
+        if self.distributed and self.n > 1:
+            element = element_bytes(p.parameter)
+            reduce_element = element_bytes(p.reduce)
+            for size in self.buckets.sizes:
+                ops.append(collective(self.axis, "all-gather", self.n, size // reduce_element * element, p.parameter,
+                                      event="params" if self.plan.overlap_param_gather else "", name="gather_parameters"))
+        return ops

@@ -1,0 +1,163 @@
+"""PyTorch's ZeRO-1 and ZeRO-2.
+
+ZeRO-1 is DDP with `ZeroRedundancyOptimizer`: whole parameters are given to ranks greedily, largest first, each to the rank with
+the least so far; a rank keeps optimizer state for its own and broadcasts them after the step. Sends 3Ψ (all-reduce + broadcast).
+ZeRO-2 reduce-scatters buckets of gradients in backward, updates the local slice of every bucket and all-gathers the parameters:
+2Ψ, with gradients and optimizer state at 1/n. Sources: torch/distributed/optim/zero_redundancy_optimizer.py
+(_partition_parameters, _sync_params); arXiv 1910.02054.
+"""
+
+import heapq
+
+from costmodel.program.inventory import Inventory, nbytes
+from costmodel.program.ir import Op, Tensor
+from costmodel.program.layers import Numbers
+from costmodel.program.optimizer import Update, clip_ops, update_ops
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.ddp import DDP, Buckets
+from costmodel.program.tape import GradReady
+from costmodel.spec import Run
+
+
+def greedy_partition(numels: list[int], n: int) -> list[tuple[int, int, int]]:
+    """(elements, tensors, largest) of each rank that gets any, when the largest tensors go first, each to the emptiest rank."""
+    ranks = min(n, len(numels))
+    heap = [(0, r) for r in range(ranks)]
+    counts, largest = [0] * ranks, [0] * ranks
+    totals = [0] * ranks
+    for numel in sorted(numels, reverse=True):
+        total, r = heapq.heappop(heap)
+        totals[r] = total + numel
+        counts[r] += 1
+        largest[r] = max(largest[r], numel)
+        heapq.heappush(heap, (totals[r], r))
+    return list(zip(totals, counts, largest, strict=True))
+
+
+class Zero1(DDP):
+    """DDP + ZeroRedundancyOptimizer."""
+
+    name = "zero1"
+    sharded = ("optimizer",)
+    axis = "dp_shard"
+
+    def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
+        super().__init__(run, numbers, inventory)
+        numels = [p.numel for p in inventory.embedding.params + inventory.head.params]
+        numels += [p.numel for p in inventory.layer.params] * inventory.layers
+        parts = greedy_partition(numels, self.group)
+        self.parts = {"fullest shard": max(parts), "emptiest shard": min(parts) if len(parts) == self.group else (0, 0, 0)}
+
+    def roles(self) -> list[tuple[str, int, int]]:
+        ranks = self.run.cluster.gpus
+        if ranks == 1 or self.parts["fullest shard"] == self.parts["emptiest shard"]:
+            return [("fullest shard", ranks, 0)]
+        return [("fullest shard", ranks - 1, 0), ("emptiest shard", 1, ranks - 1)]
+
+    def update(self, role: str) -> Update:
+        numel, tensors, largest = self.parts[role]
+        return super().update(role)._replace(numel=numel, tensors=tensors, largest=largest)
+
+    def clip(self, role: str) -> list[Op]:
+        inv = self.inventory
+        return clip_ops(inv.numel, inv.tensors, self.precision.gradient)
+
+    def step(self, role: str, first: bool) -> list[Op]:
+        """Update the parameters that are ours, then every rank broadcasts its own: Ψ elements, one broadcast a tensor."""
+        ops = update_ops(self.recipe.optimizer, self.update(role), first=first)
+        if self.group == 1:
+            return ops
+        inv = self.inventory
+        for unit, count in ((inv.embedding, 1), (inv.layer, inv.layers), (inv.head, 1)):
+            for p in unit.params:
+                ops += [collective(self.axis, "broadcast", self.group, nbytes(p.numel, self.dtype), self.dtype, event="broadcast",
+                                   name="broadcast_parameters")] * count
+        return [*ops, Op("zero.wait", "wait", kernels=0, event="broadcast")]
+
+
+class Zero2(Strategy):
+    """Bucketed reduce-scatter of gradients, a sharded step, an all-gather of parameters."""
+
+    name = "zero2"
+    sharded = ("gradients", "optimizer")
+    axis = "dp_shard"
+
+    def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
+        super().__init__(run, numbers, inventory)
+        self.group = run.plan.state_shards
+        self.dtype = self.precision.parameter
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, run.model.tied_embeddings)
+        element = element_bytes(self.dtype)
+        self.shards = [-(-(size // element) // self.group) for size in self.buckets.sizes]
+        self.local = sum(self.shards)
+
+    def update(self, role: str) -> Update:
+        return super().update(role)._replace(numel=self.local, tensors=len(self.shards), largest=max(self.shards, default=0))
+
+    def persistent(self, role: str) -> list[Tensor]:
+        """Parameters live in flat padded buffers, one a bucket, so that they can be gathered in place."""
+        return [Tensor("parameters", "parameters", nbytes(self.local * self.group, self.dtype))]
+
+    def kept_gradients(self) -> list[Tensor]:
+        return [Tensor("gradients (shard)", "gradients", nbytes(self.local, self.dtype))]
+
+    def syncs(self, micro: str) -> bool:
+        return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
+
+    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+        if phase != "backward":
+            return None
+        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+
+    def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
+        if not self.syncs(micro):
+            return super().on_grad(unit, index, ready, micro)
+        grad = Tensor(f"{ready.param.name}.grad", "gradients", ready.nbytes)
+        allocs: tuple[Tensor, ...] = (grad,)
+        ops: list[Op] = []
+        if not self.plan.sync_each_micro_batch and micro == LAST:
+            allocs, ops = super().on_grad(unit, index, ready, micro)
+        flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+        if not flush:
+            return allocs, ops
+        shard_numel = -(-flush.numel // self.group)
+        padded = shard_numel * self.group
+        element = element_bytes(self.dtype)
+        flat = Tensor("zero2.bucket", "communication", padded * element)
+        out = Tensor("zero2.shard", "communication", shard_numel * element)
+        shard = Tensor("gradients (shard)", "gradients", shard_numel * element)
+        grads = Tensor("bucket gradients", "gradients", flush.nbytes)
+        fresh = micro in (ONLY, "first") or not self.plan.sync_each_micro_batch
+        ops = [*ops, Op("zero2.flatten", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, kernels=2, allocs=(flat,), frees=(grads,))]
+        scatter = collective(self.axis, "reduce-scatter", self.group, padded * element, self.dtype, event="zero2", name="bucket.reduce_scatter",
+                             allocs=(shard,) if fresh else (out,), frees=(flat,))
+        if self.group == 1:
+            ops.append(Op("zero2.copy", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, allocs=scatter.allocs, frees=scatter.frees))
+        else:
+            ops.append(scatter)
+        if not fresh:
+            ops.append(Op("zero2.accumulate", "side", nbytes=3.0 * out.nbytes, dtype=self.dtype, frees=(out,), axis=self.axis))
+        return allocs, ops
+
+    def backward_end(self, micro: str) -> list[Op]:
+        return [Op("zero2.wait", "wait", kernels=0, event="zero2")] if self.syncs(micro) and self.group > 1 else []
+
+    def clip(self, role: str) -> list[Op]:
+        u = self.update(role)
+        ops = clip_ops(u.numel, u.tensors, u.grad)
+        if self.group > 1:
+            ops.insert(1, collective(self.axis, "all-reduce", self.group, 4, "fp32", name="clip.all_reduce"))
+        return ops
+
+    def step(self, role: str, first: bool) -> list[Op]:
+        ops = update_ops(self.recipe.optimizer, self.update(role), first=first)
+        if self.group == 1:
+            return ops
+        element = element_bytes(self.dtype)
+        for shard in self.shards:
+            ops.append(collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather",
+                                  name="gather_parameters"))
+        return [*ops, Op("zero2.wait_gather", "wait", kernels=0, event="gather")]
+
+
+__all__ = ["EMBEDDING", "HEAD", "Zero1", "Zero2", "greedy_partition"]

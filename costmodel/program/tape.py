@@ -1,0 +1,274 @@
+"""A tape: forward operations are recorded, and autograd's backward is derived from it.
+
+Written as PyTorch runs: an op may save tensors for its backward; a saved tensor lives until the backward of the op that
+saved it; everything else dies after its last use. In backward the engine visits ops in reverse order, hands each the
+gradient of its output, frees what it saved, and adds gradients that meet at a fan-out in place.
+"""
+
+from typing import NamedTuple
+
+from costmodel.program.ir import Comm, Op, Tensor
+from costmodel.spec.parameters import Param
+
+
+class Value:
+    """A tensor of the forward program."""
+
+    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "last_use", "made_by", "outside", "own_bytes")
+
+    def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self.ebytes = ebytes
+        self.grad = grad
+        """A gradient flows to it."""
+        self.saves = 0
+        """How many recorded ops saved it."""
+        self.last_use = -1
+        self.made_by = -1
+        self.outside = outside
+        """Owned by another block: an input, or a constant."""
+        self.own_bytes: int = numel * ebytes
+        """What it keeps allocated: its own bytes, unless it is a view of something else."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.ebytes
+
+
+class Back(NamedTuple):
+    """One kernel of an op's backward: what it computes, and which gradient it gives.
+
+    `gives` is an index into the op's inputs, a Param, or None; `alias` passes the output's gradient on without a copy.
+    """
+
+    name: str
+    kind: str
+    gives: "int | Param | None" = None
+    flops: float = 0.0
+    nbytes: float = 0.0
+    dims: tuple[int, ...] = ()
+    dtype: str = "fp32"
+    kernels: int = 1
+    alias: bool = False
+    temp_bytes: int = 0
+    comm: Comm | None = None
+
+
+class Node(NamedTuple):
+    """One recorded op."""
+
+    name: str
+    kind: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    saved: tuple[Value, ...]
+    extra: tuple[Tensor, ...]
+    """Saved tensors that exist only for backward: masks, statistics, log-sum-exp."""
+    backs: tuple[Back, ...]
+    flops: float
+    nbytes: float
+    dims: tuple[int, ...]
+    dtype: str
+    kernels: int
+    temp_bytes: int
+    comm: Comm | None
+
+
+class GradReady(NamedTuple):
+    """A marker in the backward program: the gradient of this parameter was just produced, in this dtype."""
+
+    param: Param
+    dtype: str
+    nbytes: int
+    shared: bool
+    """More contributions to it follow (a weight that is used more than once)."""
+
+
+class Tape:
+    """Records one unit (embedding, layer, head) and reads it back as forward, recompute or backward ops."""
+
+    def __init__(self, element_bytes: dict[str, int]) -> None:
+        self.nodes: list[Node] = []
+        self.element_bytes = element_bytes
+        self.held: list[Value] = []
+
+    def input(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
+        """A tensor that comes from another unit."""
+        return Value(name, numel, dtype, self.element_bytes[dtype], grad, True)
+
+    def value(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
+        """A tensor that an op of this tape will make."""
+        return Value(name, numel, dtype, self.element_bytes[dtype], grad, False)
+
+    def record(self, name: str, kind: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], *, saved: tuple[Value, ...] = (),
+               extra: tuple[Tensor, ...] = (), backs: tuple[Back, ...] = (), flops: float = 0.0, nbytes: float = 0.0,
+               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None) -> None:
+        index = len(self.nodes)
+        for v in inputs:
+            v.last_use = index
+        for v in outputs:
+            v.made_by = index
+            v.last_use = max(v.last_use, index)
+        for v in saved:
+            v.saves += 1
+        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm))
+
+    def take_back(self) -> Node:
+        """Withdraw the last recorded node, for a caller that records it differently."""
+        node = self.nodes.pop()
+        for v in node.saved:
+            v.saves -= 1
+        return node
+
+    def forward(self, keep: tuple[Value, ...], *, save: bool = True, until: int | None = None, drop: Value | None = None) -> list[Op]:
+        """Forward ops. With `save`, what autograd saves stays allocated; `keep` survives the unit in any case.
+
+        `until` stops before that node: a checkpoint's recompute ends where the last saved tensor exists. `drop` is an input
+        that nobody needs after this unit: it is freed with its last use.
+        """
+        nodes = self.nodes if until is None else self.nodes[:until]
+        dying: dict[int, list[Value]] = {}
+        if drop is not None:
+            dying[min(max(drop.last_use, 0), len(nodes) - 1)] = [drop]
+        for node in nodes:
+            for v in node.outputs:
+                if v in keep or (save and v.saves):
+                    continue
+                dying.setdefault(min(v.last_use, len(nodes) - 1), []).append(v)
+        ops: list[Op] = []
+        for index, node in enumerate(nodes):
+            allocs = [Tensor(v.name, "activations", v.own_bytes) for v in node.outputs if v.own_bytes]
+            frees = [Tensor(v.name, "activations", v.own_bytes) for v in dying.get(index, ()) if v.own_bytes]
+            if save:
+                allocs += node.extra
+            elif node.extra:
+                allocs += node.extra
+                frees += node.extra
+            if node.temp_bytes:
+                temp = Tensor(f"{node.name}.temp", "temporaries", node.temp_bytes)
+                allocs.append(temp)
+                frees.append(temp)
+            ops.append(Op(node.name, node.kind, node.flops, node.nbytes, node.dims, node.dtype, node.kernels,  # type: ignore[arg-type]
+                          tuple(allocs), tuple(frees), node.comm))
+        return ops
+
+    @property
+    def recompute_until(self) -> int:
+        """The node at which a non-reentrant checkpoint stops early: packing its saved input, the last one, ends the recompute."""
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if self.nodes[index].extra or any(v.made_by >= index for v in self.nodes[index].saved):
+                return index + 1
+            if self.nodes[index].saved:
+                return index
+        return len(self.nodes)
+
+    def backward(self, output: Value, entry: Value | None = None, *, free_entry: bool = False) -> list[Op | GradReady]:
+        """Backward ops, from the gradient of `output` (allocated by whoever made it, freed here) to that of `entry`.
+
+        The gradient of `entry` stays for the caller; `free_entry` says that the unit's input is released with its last use
+        here (it was kept for this unit alone).
+        """
+        grads: dict[int, _Grad] = {}
+        if output.grad:
+            grads[id(output)] = _Grad(f"grad:{output.name}", output.nbytes)
+        remaining = {id(v): v.saves for node in self.nodes for v in node.saved}
+        pending = _param_uses(self.nodes)
+        ops: list[Op | GradReady] = []
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            out_grads = [grads.pop(id(v)) for v in node.outputs if id(v) in grads]
+            frees: list[Tensor] = list(node.extra)
+            for v in dict.fromkeys(node.saved):
+                remaining[id(v)] -= node.saved.count(v)
+                if remaining[id(v)] == 0 and (not v.outside or (free_entry and v is entry)):
+                    frees.append(Tensor(v.name, "activations", v.own_bytes))
+            last = len(ops)
+            meetings: list[Op] = []
+            for back in node.backs:
+                ready: GradReady | None = None
+                allocs: list[Tensor] = []
+                temp: tuple[Tensor, ...] = ()
+                if back.temp_bytes:
+                    temp = (Tensor(f"{node.name}.{back.name}.temp", "temporaries", back.temp_bytes),)
+                    allocs += temp
+                if isinstance(back.gives, int):
+                    target = node.inputs[back.gives]
+                    if not target.grad:
+                        continue
+                    if back.alias:
+                        source = out_grads[0]
+                        source.refs += 1
+                        made = source
+                    else:
+                        made = _Grad(f"grad:{target.name}", target.nbytes)
+                        allocs.append(Tensor(made.name, "temporaries", made.nbytes))
+                    old = grads.get(id(target))
+                    if old is None:
+                        grads[id(target)] = made
+                    else:
+                        meetings.append(_meet(grads, target, old, made))
+                elif back.gives is not None:
+                    param = back.gives
+                    nbytes = param.numel * self.element_bytes[back.dtype]
+                    pending[param.name] -= 1
+                    ready = GradReady(param, back.dtype, nbytes, pending[param.name] > 0)
+                if not back.alias:
+                    ops.append(Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype,  # type: ignore[arg-type]
+                                  back.kernels, tuple(allocs), temp, back.comm))
+                if ready:
+                    ops.append(ready)
+            for source in out_grads:
+                source.refs -= 1
+                if source.refs == 0:
+                    frees.append(Tensor(source.name, "temporaries", source.nbytes))
+            if frees:
+                _free_after(ops, last, frees, node.name)
+            ops.extend(meetings)
+        return ops
+
+
+class _Grad:
+    """A gradient buffer of the engine; two tensors may share one."""
+
+    __slots__ = ("name", "nbytes", "refs")
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.refs = 1
+
+
+def _param_uses(nodes: list[Node]) -> dict[str, int]:
+    uses: dict[str, int] = {}
+    for node in nodes:
+        for back in node.backs:
+            if isinstance(back.gives, Param):
+                uses[back.gives.name] = uses.get(back.gives.name, 0) + 1
+    return uses
+
+
+def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op:
+    """Two gradients of one tensor are added: in place where the older buffer belongs to nobody else."""
+    work = 3.0 * target.nbytes
+    freed = [Tensor(made.name, "temporaries", made.nbytes)] if made.refs == 1 else []
+    if made.refs > 1:
+        made.refs -= 1
+    if old.refs == 1:
+        return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype, frees=tuple(freed))
+    old.refs -= 1
+    new = _Grad(f"grad:{target.name}", target.nbytes)
+    grads[id(target)] = new
+    return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype,
+              allocs=(Tensor(new.name, "temporaries", new.nbytes),), frees=tuple(freed))
+
+
+def _free_after(ops: list[Op | GradReady], first: int, frees: list[Tensor], name: str) -> None:
+    """Attach releases to the last op a node's backward emitted, so that they happen when all of it has run."""
+    for i in range(len(ops) - 1, first - 1, -1):
+        op = ops[i]
+        if isinstance(op, Op):
+            ops[i] = op._replace(frees=op.frees + tuple(frees))
+            return
+    ops.append(Op(f"{name}.release", "memory", kernels=0, frees=tuple(frees)))

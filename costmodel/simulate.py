@@ -1,0 +1,267 @@
+"""The time reading of a program: the streams of one rank, with PyTorch's real dependencies.
+
+Clocks: the host, the compute stream, one stream per communication axis, the copy stream. The host launches ahead of the device;
+a kernel starts when it has been launched and the stream before it is done. A collective starts when the host has issued it, its
+stream is free, and (unless detached) the compute stream has reached the point of issue. A Block is compiled once into a few
+steps; runs of kernels collapse into one, exactly: with launch times H and durations C, a run of kernels moves the compute stream
+from c to max(c + ΣC, h + D), D the longest path that begins with a launch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from costmodel.program.ir import Block, Comm, Op, Part
+
+COMPUTE_KINDS = ("matmul", "attention", "memory")
+SETTLED = 1e-9
+"""Relative difference below which two successive repeats count as equal."""
+
+
+class Prices(Protocol):
+    """Seconds of an op on its stream, and of its launch on the host."""
+
+    def device_s(self, op: Op) -> float: ...
+
+    def host_s(self, op: Op, phase: str) -> float: ...
+
+    def collective_s(self, comm: Comm) -> float: ...
+
+    @property
+    def contention(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Clocks:
+    """Where the streams of a rank are, and what they have done; seconds."""
+
+    host: float = 0.0
+    compute: float = 0.0
+    streams: dict[str, float] = field(default_factory=dict)
+    busy_from: dict[str, float] = field(default_factory=dict)
+    events: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """event -> (when, axis that signals it; "" for the compute stream)."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """What the compute stream waited for: an axis, or "host"."""
+    contention: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of the compute stream by phase."""
+    comm: dict[str, float] = field(default_factory=dict)
+
+    def flat(self) -> tuple[float, ...]:
+        return (self.host, self.compute, *self.streams.values(), *(t for t, _ in self.events.values()))
+
+    def totals(self) -> list[float]:
+        return [self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
+
+
+Step = tuple[int, float, float, float, str, str, float]
+CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A block as steps of the scan: (code, host, device, longest, axis, event, detached)."""
+
+    steps: tuple[Step, ...]
+    phase: str
+
+
+def compile_block(block: Block, prices: Prices) -> Compiled:
+    """Collapse runs of kernels, keep what touches other streams."""
+    steps: list[Step] = []
+    host = device = longest = 0.0
+    phase = block.phase
+
+    def flush() -> None:
+        nonlocal host, device, longest
+        if host or device:
+            steps.append((CHUNK, host, device, longest, "", "", 0.0))
+        host = device = longest = 0.0
+
+    for op in block.ops:
+        kind = op.kind
+        launch = prices.host_s(op, phase) if op.kernels else 0.0
+        if kind in COMPUTE_KINDS:
+            if op.kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0:
+                continue
+            seconds = prices.device_s(op)
+            host += launch
+            device += seconds
+            longest = max(longest + seconds, host + seconds)
+        elif kind == "host":
+            host += launch
+            longest = max(longest, host)
+        else:
+            flush()
+            if kind == "collective":
+                assert op.comm is not None
+                seconds = prices.collective_s(op.comm)
+                steps.append((ISSUE if op.event else BLOCKING, launch, seconds, 0.0, op.comm.axis, op.event, 1.0 if op.detached else 0.0))
+            elif kind == "wait":
+                steps.append((WAIT, 0.0, 0.0, 0.0, "", op.event, 0.0))
+            elif kind == "record":
+                steps.append((RECORD, 0.0, 0.0, 0.0, "", op.event, 0.0))
+            elif kind == "hold":
+                steps.append((HOLD, 0.0, 0.0, 0.0, op.axis, op.event, 0.0))
+            elif kind in ("side", "copy"):
+                steps.append((SIDE, launch, prices.device_s(op), 0.0, op.axis or "copy", op.event, 1.0 if op.detached else 0.0))
+            elif kind == "sync":
+                steps.append((SYNC, launch, 0.0, 0.0, "", "", 0.0))
+    flush()
+    return Compiled(tuple(steps), phase)
+
+
+def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
+    """Advance the clocks over one block."""
+    compute, host = c.compute, c.host
+    begin = compute
+    streams, busy, events, waits = c.streams, c.busy_from, c.events, c.waits
+    for code, launch, device, longest, axis, event, detached in block.steps:
+        if code == CHUNK:
+            free = compute + device
+            paced = host + longest
+            if paced > free:
+                waits["host"] = waits.get("host", 0.0) + paced - free
+                after = paced
+            else:
+                after = free
+            if kappa and device:
+                for name, end in streams.items():
+                    if end > compute:
+                        begin_busy = busy.get(name, end)
+                        overlap = (end if end < after else after) - (begin_busy if begin_busy > compute else compute)
+                        if overlap > 0.0:
+                            share = overlap if overlap < device else device
+                            c.contention += kappa * share
+                            after += kappa * share
+            host += launch
+            compute = after
+        elif code == WAIT:
+            when, by = events.get(event, (0.0, ""))
+            if when > compute:
+                waits[by] = waits.get(by, 0.0) + when - compute
+                compute = when
+        elif code == ISSUE or code == BLOCKING:
+            host += launch
+            free = streams.get(axis, 0.0)
+            start = host if host > free else free
+            if not detached and compute > start:
+                start = compute
+            end = start + device
+            if start > free or axis not in busy:
+                busy[axis] = start
+            streams[axis] = end
+            c.comm[axis] = c.comm.get(axis, 0.0) + device
+            if code == ISSUE:
+                events[event] = (end, axis)
+            elif end > compute:
+                waits[axis] = waits.get(axis, 0.0) + end - compute
+                compute = end
+        elif code == RECORD:
+            events[event] = (compute, "")
+        elif code == HOLD:
+            when = events.get(event, (0.0, ""))[0]
+            if when > streams.get(axis, 0.0):
+                streams[axis] = when
+        elif code == SIDE:
+            host += launch
+            free = streams.get(axis, 0.0)
+            start = host if host > free else free
+            if not detached and compute > start:
+                start = compute
+            if start > free or axis not in busy:
+                busy[axis] = start
+            streams[axis] = start + device
+            if event:
+                events[event] = (start + device, axis)
+        elif code == SYNC:
+            host = max(host + launch, compute)
+    c.compute, c.host = compute, host
+    phase = block.phase
+    c.phases[phase] = c.phases.get(phase, 0.0) + compute - begin
+
+
+class Scan:
+    """Runs a program over the clocks, compiling each distinct block once."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self.compiled: dict[int, Compiled] = {}
+
+    def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
+        """Advance the clocks over `part`, `times` times."""
+        if isinstance(part, Block):
+            key = id(part)
+            block = self.compiled.get(key)
+            if block is None:
+                block = self.compiled[key] = compile_block(part, self.prices)
+            kappa = self.prices.contention
+            for _ in range(times):
+                run_block(clocks, block, kappa)
+            return
+        if times == 1:
+            for child, n in part.parts:
+                self.run(child, clocks, n)
+            return
+        self._repeat(part, clocks, times)
+
+    def _repeat(self, part: Part, clocks: Clocks, times: int) -> None:
+        """Repeats of a sequence (micro-batches): when two successive ones advance every clock alike, the rest is that again."""
+        before = (clocks.flat(), clocks.totals())
+        step: list[float] | None = None
+        for done in range(1, times + 1):
+            self.run(part, clocks)
+            after = (clocks.flat(), clocks.totals())
+            if len(after[0]) == len(before[0]) and len(after[1]) == len(before[1]):
+                new = [b - a for a, b in zip(before[0] + tuple(before[1]), after[0] + tuple(after[1]), strict=True)]
+                if step is not None and done < times and _same(step, new) and _steady(clocks, new):
+                    _advance(clocks, new, times - done)
+                    return
+                step = new
+            before = after
+
+
+def _same(a: list[float], b: list[float]) -> bool:
+    return len(a) == len(b) and all(abs(x - y) <= SETTLED * (abs(x) + abs(y)) + 1e-15 for x, y in zip(a, b, strict=True))
+
+
+def _steady(clocks: Clocks, step: list[float]) -> bool:
+    """No clock is about to cross another: a stream that gains on compute is ahead already, one that falls back is behind."""
+    pace = step[1]
+    for value, gain in zip(clocks.flat(), step, strict=False):
+        drift = gain - pace
+        if abs(drift) > SETTLED * abs(pace) and (value - clocks.compute) * drift < 0 and gain != 0.0:
+            return False
+    return True
+
+
+def _advance(clocks: Clocks, step: list[float], times: int) -> None:
+    """Repeat an advance without running it."""
+    values = iter([s * times for s in step])
+    clocks.host += next(values)
+    clocks.compute += next(values)
+    for name in clocks.streams:
+        moved = next(values)
+        clocks.streams[name] += moved
+        clocks.busy_from[name] = clocks.busy_from.get(name, 0.0) + moved
+    for name, (when, by) in clocks.events.items():
+        clocks.events[name] = (when + next(values), by)
+    clocks.contention += next(values)
+    for table in (clocks.waits, clocks.phases, clocks.comm):
+        for name in table:
+            table[name] += next(values)
+
+
+def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None) -> Clocks:
+    """The clocks at the end of one steady step, that of a rank whose streams are idle at its start.
+
+    The step ends when compute and every stream it must still wait for are done: the next step begins with what they hold.
+    """
+    clocks = Clocks()
+    (scan or Scan(prices)).run(program_step, clocks)
+    for name, end in clocks.streams.items():
+        if end > clocks.compute:
+            clocks.waits[name] = clocks.waits.get(name, 0.0) + end - clocks.compute
+            clocks.phases["optimizer"] = clocks.phases.get("optimizer", 0.0) + end - clocks.compute
+            clocks.compute = end
+    return clocks
