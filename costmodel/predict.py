@@ -5,7 +5,7 @@ import math
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
-from costmodel.program.build import Program, build
+from costmodel.program.build import Program, build, builder_of
 from costmodel.program.ir import Block, block_counts
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.simulate import COMPUTE_KINDS, Clocks, Scan, step_time
@@ -139,14 +139,13 @@ def _scaling(run: Run, profile: Profile, program: Program, step_s: float) -> Sca
     if run.cluster.gpus == 1:
         return Scaling(1.0, 1.0, step_s, None)
     alone = single_gpu(run)
-    one = build(alone, like=program)
+    builder = builder_of(alone, program)
     prices = RunPrices(alone, profile)
     scan = Scan(prices)
-    role = one.roles[0]
-    weak = step_time(role.step, prices, scan=scan).compute + prices.fixed
-    strong = step_time(one.builder.step(role.role, False, run.micro_batches * dp), prices, scan=scan).compute + prices.fixed
-    fits = reading.memory_of(role).peak.total_bytes <= run.cluster.accelerator.memory_bytes
-    return Scaling(weak / step_s, strong / (run.cluster.gpus * step_s), weak, fits)
+    role = builder.strategy.roles()[0][0]
+    one, whole = (step_time(builder.step(role, False, m), prices, scan=scan).compute + prices.fixed
+                  for m in (run.micro_batches, run.micro_batches * dp))
+    return Scaling(one / step_s, whole / (run.cluster.gpus * step_s), one, None)
 
 
 def single_gpu(run: Run) -> Run:

@@ -47,11 +47,10 @@ class Clocks:
     """Seconds of the compute stream by phase."""
     comm: dict[str, float] = field(default_factory=dict)
 
-    def flat(self) -> tuple[float, ...]:
-        return (self.host, self.compute, *self.streams.values(), *(t for t, _ in self.events.values()))
-
-    def totals(self) -> list[float]:
-        return [self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
+    def flat(self) -> list[float]:
+        """Everything that moves, in the order of `_advance`."""
+        return [self.compute, self.host, *self.streams.values(), *[t for t, _ in self.events.values()],
+                self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
 
 
 Step = tuple[int, float, float, float, str, str, float]
@@ -186,35 +185,35 @@ class Scan:
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
+        self.kappa = prices.contention
         self.compiled: dict[int, Compiled] = {}
 
     def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
         """Advance the clocks over `part`, `times` times."""
-        if isinstance(part, Block):
+        if times > 1:
+            self._repeat(part, clocks, times)
+        elif isinstance(part, Block):
             key = id(part)
             block = self.compiled.get(key)
             if block is None:
                 block = self.compiled[key] = compile_block(part, self.prices)
-            kappa = self.prices.contention
-            for _ in range(times):
-                run_block(clocks, block, kappa)
-            return
-        if times == 1:
+            run_block(clocks, block, self.kappa)
+        else:
             for child, n in part.parts:
                 self.run(child, clocks, n)
-            return
-        self._repeat(part, clocks, times)
 
     def _repeat(self, part: Part, clocks: Clocks, times: int) -> None:
-        """Repeats of a sequence (micro-batches): when two successive ones advance every clock alike, the rest is that again."""
-        before = (clocks.flat(), clocks.totals())
+        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, the rest is that again."""
+        before = clocks.flat()
         step: list[float] | None = None
         for done in range(1, times + 1):
             self.run(part, clocks)
-            after = (clocks.flat(), clocks.totals())
-            if len(after[0]) == len(before[0]) and len(after[1]) == len(before[1]):
-                new = [b - a for a, b in zip(before[0] + tuple(before[1]), after[0] + tuple(after[1]), strict=True)]
-                if step is not None and done < times and _same(step, new) and _steady(clocks, new):
+            if times - done < 2:
+                continue
+            after = clocks.flat()
+            if len(after) == len(before):
+                new = [b - a for a, b in zip(before, after, strict=True)]
+                if step is not None and _same(step, new) and _steady(clocks, new):
                     _advance(clocks, new, times - done)
                     return
                 step = new
@@ -226,11 +225,12 @@ def _same(a: list[float], b: list[float]) -> bool:
 
 
 def _steady(clocks: Clocks, step: list[float]) -> bool:
-    """No clock is about to cross another: a stream that gains on compute is ahead already, one that falls back is behind."""
-    pace = step[1]
-    for value, gain in zip(clocks.flat(), step, strict=False):
+    """No stream is about to cross another: one that gains on compute is ahead of it already, one that falls back is behind."""
+    pace, compute = step[0], clocks.compute
+    tolerance = SETTLED * abs(pace)
+    for value, gain in zip([clocks.host, *clocks.streams.values()], step[1:], strict=False):
         drift = gain - pace
-        if abs(drift) > SETTLED * abs(pace) and (value - clocks.compute) * drift < 0 and gain != 0.0:
+        if gain != 0.0 and (drift > tolerance and value < compute or drift < -tolerance and value > compute):
             return False
     return True
 
@@ -238,8 +238,8 @@ def _steady(clocks: Clocks, step: list[float]) -> bool:
 def _advance(clocks: Clocks, step: list[float], times: int) -> None:
     """Repeat an advance without running it."""
     values = iter([s * times for s in step])
-    clocks.host += next(values)
     clocks.compute += next(values)
+    clocks.host += next(values)
     for name in clocks.streams:
         moved = next(values)
         clocks.streams[name] += moved

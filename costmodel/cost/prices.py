@@ -53,10 +53,14 @@ class RunPrices:
         self.contention = run.plan.contention if run.plan.contention is not None else profile.value("overlap.contention")
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
+        self._device: dict[int, tuple[Op, float]] = {}
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
-        return self.compute.op_s(op)
+        known = self._device.get(id(op))
+        if known is None:
+            known = self._device[id(op)] = (op, self.compute.op_s(op))
+        return known[1]
 
     def host_s(self, op: Op, phase: str) -> float:
         if op.kind == "collective":

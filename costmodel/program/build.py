@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, seq
@@ -102,15 +103,14 @@ class Builder:
         self.unit: dict[str, Unit] = units or {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers),
                                                HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
+        self.micro: dict[str, Seq] = {}
         self.raw: dict[object, list[Op]] = {}
         self.raw_backward: dict[str, list[Op | GradReady]] = {}
         c = run.plan.checkpointing
         self.group = c.group if c.mode == "full" else 1
         self.every = c.every if c.mode == "full" else 1
         self.checkpoints = c.mode == "full"
-
-    def checkpointed(self, index: int) -> bool:
-        return self.checkpoints and index % self.every == 0
+        self.checkpointed = [self.checkpoints and i % self.every == 0 for i in range(self.layers)]
 
     def block(self, key: object, name: str, phase: str, ops: list[Op]) -> Block:
         if key not in self.blocks:
@@ -130,17 +130,32 @@ class Builder:
         entry = self.unit[unit].entry
         return entry is not None and entry.saves > 0
 
-    def forward_layer(self, index: int, micro: str) -> Block:
-        s, chk = self.strategy, self.checkpointed(index)
-        inner = chk and self.group > 1 and index % self.group != 0
-        drop = inner or (not chk and not self._saves_entry(LAYER))
-        key = ("forward", micro if self._micro_matters else "", chk, drop, s.layer_variant("forward", micro, index))
+    def _runs(self, phase: str, micro: str) -> Iterator[tuple[int, int, bool, object]]:
+        """Stretches of layers that are treated alike: (first layer, how many, checkpointed, the strategy's key)."""
+        keys = zip(self.checkpointed, self.strategy.layer_variants(phase, micro), strict=True)
+        index = 0
+        for (chk, variant), run in groupby(keys):
+            n = sum(1 for _ in run)
+            yield index, n, chk, variant
+            index += n
+
+    def forward_layers(self, micro: str) -> list[tuple[Part, int]]:
+        """Blocks of the layers' forward. A checkpointed layer keeps its input alone; inside a group not even that."""
+        parts: list[tuple[Part, int]] = []
+        for first, n, chk, variant in self._runs("forward", micro):
+            if chk and self.group > 1:
+                parts += [(self._forward_block(i, micro, chk, i % self.group != 0, variant), 1) for i in range(first, first + n)]
+            else:
+                parts.append((self._forward_block(first, micro, chk, not chk and not self._saves_entry(LAYER), variant), n))
+        return parts
+
+    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Block:
+        key = ("forward", chk, drop, variant)
         if key not in self.blocks:
+            s = self.strategy
             ops = [*s.before_forward(LAYER, index, micro), *self._forward_ops(LAYER, save=not chk, drop=drop), *s.after_forward(LAYER, index, micro)]
             self.block(key, "layer", "forward", ops)
         return self.blocks[key]
-
-    _micro_matters = True
 
     def forward_edge(self, unit: str, micro: str) -> list[Op]:
         drop = unit == HEAD and not self._saves_entry(HEAD)
@@ -174,46 +189,48 @@ class Builder:
             out.extend(ops)
         return out
 
-    def backward_layers(self, micro: str) -> Iterator[Block]:
-        """Blocks of the layers' backward, last layer first; a checkpointed group is computed again first."""
-        s = self.strategy
-        index = self.layers - 1
-        while index >= 0:
-            if not self.checkpointed(index):
-                key = ("backward", micro, s.layer_variant("backward", micro, index))
-                if key not in self.blocks:
-                    ops = [*s.before_backward(LAYER, index, micro), *self._with_gradients(LAYER, index, micro), *s.after_backward(LAYER, index, micro)]
-                    self.block(key, "layer", "backward", ops)
-                yield self.blocks[key]
-                index -= 1
-                continue
-            first = index - index % self.group if self.group > 1 else index
-            yield from self._checkpointed(first, index, micro)
-            index = first - 1
+    def backward_layers(self, micro: str) -> list[tuple[Part, int]]:
+        """Blocks of the layers' backward, last layer first; a checkpointed layer or group is computed again before its own."""
+        parts: list[tuple[Part, int]] = []
+        variants = self.strategy.layer_variants("backward", micro)
+        for first, n, chk, variant in reversed(list(self._runs("backward", micro))):
+            if not chk:
+                parts.append((self._backward_block(first, micro, variant), n))
+            elif self.group == 1:
+                again, back = self._recompute_block(first, micro, True, variant), self._backward_block(first, micro, variant, after=True, entry=True)
+                parts.append((Seq(((again, 1), (back, 1))), n) if n > 1 else (again, 1))
+                if n == 1:
+                    parts.append((back, 1))
+        if self.checkpoints and self.group > 1:
+            starts = range(0, self.layers, self.group)
+            for start in reversed(starts):
+                members = range(start, min(start + self.group, self.layers))
+                parts += [(self._recompute_block(i, micro, i == members[-1], variants[i], inside=i > start), 1) for i in members]
+                parts += [(self._backward_block(i, micro, variants[i], after=True, entry=i == start), 1) for i in reversed(members)]
+        return parts
 
-    def _checkpointed(self, first: int, last: int, micro: str) -> Iterator[Block]:
-        """Recompute layers first..last, then run their backward."""
+    def _recompute_block(self, index: int, micro: str, last: bool, variant: object, *, inside: bool = False) -> Block:
+        """Forward again, saving this time; the last layer of a checkpoint stops early."""
+        drop = inside and not self._saves_entry(LAYER)
+        key = ("recompute", micro, last, drop, variant)
+        if key not in self.blocks:
+            stop = self.unit[LAYER].tape.recompute_until if last else None
+            ops = self._forward_ops(LAYER, save=True, drop=drop, until=stop)
+            self.block(key, "layer", "recompute", [*self.strategy.before_backward(LAYER, index, micro), *ops])
+        return self.blocks[key]
+
+    def _backward_block(self, index: int, micro: str, variant: object, *, after: bool = False, entry: bool = False) -> Block:
+        """Backward of a layer; `after` its recompute it is gathered already, and the checkpoint's input (`entry`) goes with it."""
         s, u = self.strategy, self.unit[LAYER]
-        stop = u.tape.recompute_until
-        for i in range(first, last + 1):
-            variant = s.layer_variant("backward", micro, i)
-            alone = first == last
-            key = ("recompute", micro, i == last, alone, variant)
-            if key not in self.blocks:
-                enter = s.before_backward(LAYER, i, micro)
-                drop = i > first and not self._saves_entry(LAYER)
-                ops = self._forward_ops(LAYER, save=True, drop=drop, until=stop if i == last else None)
-                self.block(key, "layer", "recompute", [*enter, *ops])
-            yield self.blocks[key]
-        for i in range(last, first - 1, -1):
-            variant = s.layer_variant("backward", micro, i)
-            key = ("backward after recompute", micro, i == first and not self._saves_entry(LAYER), variant)
-            if key not in self.blocks:
-                ops = self._with_gradients(LAYER, i, micro)
-                if i == first and not self._saves_entry(LAYER) and u.entry is not None:
-                    ops = [*ops, Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),))]
-                self.block(key, "layer", "backward", [*ops, *s.after_backward(LAYER, i, micro)])
-            yield self.blocks[key]
+        release = entry and not self._saves_entry(LAYER)
+        key = ("backward", micro, after, release, variant)
+        if key not in self.blocks:
+            ops = [] if after else s.before_backward(LAYER, index, micro)
+            ops = [*ops, *self._with_gradients(LAYER, index, micro)]
+            if release and u.entry is not None:
+                ops.append(Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)))
+            self.block(key, "layer", "backward", [*ops, *s.after_backward(LAYER, index, micro)])
+        return self.blocks[key]
 
     def backward_edge(self, unit: str, micro: str) -> list[Op]:
         s = self.strategy
@@ -223,17 +240,22 @@ class Builder:
 
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
+        micro = self.strategy.like(micro)
+        if micro not in self.micro:
+            self.micro[micro] = self._micro_batch(micro)
+        return self.micro[micro]
+
+    def _micro_batch(self, micro: str) -> Seq:
         s = self.strategy
         loss = Tensor("grad:loss", "temporaries", self.unit[HEAD].exit.nbytes)
         value = Tensor("loss", "activations", self.unit[HEAD].exit.nbytes)
-        start = self.block(("embedding", micro), "embedding", "forward", [*s.forward_begin(micro), *self.forward_edge(EMBEDDING, micro)])
-        head = self.block(("head", micro), "head", "forward", [*self.forward_edge(HEAD, micro), *s.forward_end(micro)])
+        start = self.block("embedding", "embedding", "forward", [*s.forward_begin(micro), *self.forward_edge(EMBEDDING, micro)])
+        head = self.block("head", "head", "forward", [*self.forward_edge(HEAD, micro), *s.forward_end(micro)])
         back = self.block(("head backward", micro), "head", "backward",
                           [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro), *self.backward_edge(HEAD, micro)])
         end = self.block(("embedding backward", micro), "embedding", "backward",
                          [*self.backward_edge(EMBEDDING, micro), Op("loss.release", "host", kernels=0, frees=(value,)), *s.backward_end(micro)])
-        forward = compress([self.forward_layer(i, micro) for i in range(self.layers)])
-        backward = compress(list(self.backward_layers(micro)))
+        forward, backward = compress(self.forward_layers(micro)), compress(self.backward_layers(micro))
         return seq(start, forward, head, back, backward, end)
 
     def step(self, role: str, first: bool, micro_batches: int | None = None) -> Seq:
@@ -252,46 +274,49 @@ class Builder:
         return seq(*parts)
 
 
-def compress(blocks: list[Block]) -> Seq:
-    """Blocks in order as a Seq with repeats: runs of one block, else the shortest period (up to 16) that repeats."""
-    parts: list[tuple[Part, int]] = []
-    i, n = 0, len(blocks)
+def compress(parts: list[tuple[Part, int]]) -> Seq:
+    """Parts with counts as a Seq; where many remain, the shortest period (up to 16 parts) that repeats is one part."""
+    if len(parts) <= 4:
+        return Seq(tuple(parts))
+    out: list[tuple[Part, int]] = []
+    marks = [(id(p), n) for p, n in parts]
+    i, n = 0, len(parts)
     while i < n:
-        best_period, best_count = 1, 1
-        for period in range(1, 17):
-            if i + 2 * period > n:
+        period, count = 1, 1
+        for candidate in range(1, min(16, (n - i) // 2) + 1):
+            if marks[i] == marks[i + candidate] and marks[i:i + candidate] == marks[i + candidate:i + 2 * candidate]:
+                period, count = candidate, 2
+                while marks[i:i + period] == marks[i + count * period:i + (count + 1) * period]:
+                    count += 1
                 break
-            count = 1
-            while i + (count + 1) * period <= n and all(blocks[i + k] is blocks[i + count * period + k] for k in range(period)):
-                count += 1
-            if count > 1:
-                best_period, best_count = period, count
-                break
-        if best_period == 1:
-            parts.append((blocks[i], best_count))
+        if count == 1:
+            out.append(parts[i])
+        elif period == 1:
+            out.append((parts[i][0], parts[i][1] * count))
         else:
-            parts.append((Seq(tuple((b, 1) for b in blocks[i:i + best_period])), best_count))
-        i += best_period * best_count
-    return Seq(tuple(parts))
+            out.append((Seq(tuple(parts[i:i + period])), count))
+        i += period * count
+    return Seq(tuple(out))
 
 
-def build(run: Run, like: Program | None = None) -> Program:
-    """The program of every rank role. Raises PlanError for what is not predicted yet.
+def builder_of(run: Run, like: Program) -> Builder:
+    """A builder for a run of the same model, recipe and kernels as `like`, whose recorded units it uses again."""
+    return Builder(run, like.numbers, strategy_of(run, like.numbers, like.inventory), like.inventory, like.builder.unit)
 
-    `like` is a program of the same model, recipe and kernels, whose recorded units are used again.
-    """
+
+def build(run: Run) -> Program:
+    """The program of every rank role. Raises PlanError for what is not predicted yet."""
     for error in refusals(run):
         raise error
     numbers, inventory = numbers_of(run), inventory_of(run)
     strategy = strategy_of(run, numbers, inventory)
     for error in strategy.refusals():
         raise error
-    units = like.builder.unit if like and like.numbers == numbers else None
-    builder = Builder(run, numbers, strategy, inventory, units)
+    builder = Builder(run, numbers, strategy, inventory)
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
         roles.append(RankProgram(role, ranks, example, tuple(strategy.persistent(role)), builder.step(role, False), builder.step(role, True)))
     layer = builder.unit[LAYER]
-    recomputed = 0.0 if not builder.checkpoints else sum(builder.checkpointed(i) for i in range(inventory.layers)) / inventory.layers
+    recomputed = 0.0 if not builder.checkpoints else sum(builder.checkpointed) / inventory.layers
     return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),
                    builder.unit[HEAD].matmul_flops, recomputed, builder)

@@ -59,9 +59,13 @@ class Strategy:
 
     # -- hooks of the step -----------------------------------------------------------------------------------------------
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
-        """A key that is equal for layers whose hooks do the same."""
-        return None
+    def like(self, micro: str) -> str:
+        """The class of micro-batch that this one behaves like."""
+        return LAST if micro == MIDDLE else micro
+
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
+        """A key for each layer, equal for layers whose hooks do the same in this phase."""
+        return [None] * self.inventory.layers
 
     def begin_step(self, first: bool) -> list[Op]:
         """zero_grad(set_to_none=True): the gradients of the previous step go."""

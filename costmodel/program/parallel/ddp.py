@@ -10,7 +10,7 @@ from typing import NamedTuple
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
@@ -53,6 +53,8 @@ class Buckets:
                     size, limit = 0, cap
         if size and last:
             self._close(*last, size, element)
+        self.layers = [tuple(self.flush.get((LAYER, i), {}).items()) for i in range(inventory.layers)]
+        """What closes in each layer: a key that is equal for layers that send alike."""
 
     def _close(self, unit: str, index: int, name: str, size: int, element: int) -> None:
         self.flush.setdefault((unit, index), {})[name] = Flush(size, size // element)
@@ -81,13 +83,16 @@ class DDP(Strategy):
     def kept_gradients(self) -> list[Tensor]:
         return [] if self.view else super().kept_gradients()
 
+    def like(self, micro: str) -> str:
+        return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
         if phase != "backward" or not self.syncs(micro):
-            return None
-        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+            return super().layer_variants(phase, micro)
+        return list(self.buckets.layers)
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         if self.view:

@@ -13,7 +13,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.parallel.ddp import Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import PlanError, Run
@@ -66,13 +66,16 @@ class DeepSpeedZero(Strategy):
             return super().kept_gradients()
         return [Tensor("gradients (shard)", "gradients", nbytes(self.shard, self.grad))]
 
+    def like(self, micro: str) -> str:
+        return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
     def syncs(self, micro: str) -> bool:
         return self.stage >= 2 or micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
         if phase != "backward" or not self.syncs(micro):
-            return None
-        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+            return super().layer_variants(phase, micro)
+        return list(self.buckets.layers)
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         if self.keeps_whole_gradients:
@@ -154,9 +157,10 @@ class DeepSpeedZero3(DeepSpeedZero):
     def _keeps(self, index: int) -> bool:
         return index >= self.inventory.layers - self.kept_layers
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
         last = self.inventory.layers - 1
-        return (self._keeps(index), index == 0, index == last, index == last - self.kept_layers, super().layer_variant(phase, micro, index))
+        below = super().layer_variants(phase, micro)
+        return [(self._keeps(i), i == 0, i == last, i == last - self.kept_layers, below[i]) for i in range(last + 1)]
 
     def _wait(self, unit: str) -> Op:
         return Op(f"deepspeed.wait({unit})", "wait", kernels=0, event=f"gather.{unit}")

@@ -11,7 +11,7 @@ from costmodel.program.inventory import Inventory, UnitParams, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
-from costmodel.program.parallel.base import LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 
@@ -99,10 +99,13 @@ class FSDP(Strategy):
     def _hold(self, event: str) -> Op:
         return Op(f"fsdp.hold({event})", "hold", kernels=0, event=event, axis=self.axis)
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
-        if phase == "forward":
-            return index == 0
-        return (index == 0, index == self.inventory.layers - 1)
+    def like(self, micro: str) -> str:
+        return LAST if micro == MIDDLE and self.sync_each else micro
+
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
+        """The first layer frees the root's gather buffer and prefetches nothing; the last waits for no reduce-scatter."""
+        middle = self.inventory.layers - 2
+        return ["first", *["middle"] * middle, "last"] if middle >= 0 else ["only"]
 
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         """Gather, then let the gather stream wait until the previous layer's copy-out is done, then copy out.

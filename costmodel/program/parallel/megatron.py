@@ -11,7 +11,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.parallel.ddp import Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -59,13 +59,16 @@ class MegatronDP(Strategy):
     def kept_gradients(self) -> list[Tensor]:
         return []
 
+    def like(self, micro: str) -> str:
+        return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) and self.n > 1
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
         if phase != "backward" or not self.syncs(micro):
-            return None
-        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+            return super().layer_variants(phase, micro)
+        return list(self.buckets.layers)
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """Fused, the weight-gradient GEMM adds into the buffer; else a 16-bit gradient is made, added and dropped."""

@@ -13,7 +13,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.parallel.ddp import DDP, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -101,13 +101,16 @@ class Zero2(Strategy):
     def kept_gradients(self) -> list[Tensor]:
         return [Tensor("gradients (shard)", "gradients", nbytes(self.local, self.dtype))]
 
+    def like(self, micro: str) -> str:
+        return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
 
-    def layer_variant(self, phase: str, micro: str, index: int) -> object:
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
         if phase != "backward":
-            return None
-        return tuple(self.buckets.flush.get((LAYER, index), {}).items())
+            return super().layer_variants(phase, micro)
+        return list(self.buckets.layers)
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         if not self.syncs(micro):
