@@ -17,8 +17,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "bucket_assignment", "fake_world", "fsdp_groups",
-           "inner_tensors", "materialise", "watch_fsdp", "watch_resize", "watch_sharding_propagation"]
+__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "all_gather", "bucket_assignment",
+           "ddp_bucket_caps", "fake_world", "fsdp_groups", "inner_tensors", "materialise", "reduce_scatter", "watch_fsdp",
+           "watch_resize", "watch_sharding_propagation"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
@@ -142,3 +143,27 @@ def watch_resize(after: Callable[[torch.UntypedStorage], None]) -> Iterator[None
 def bucket_assignment(tensors: list[Tensor], limits: list[int], order: list[int]) -> list[list[int]]:
     """DDP's buckets over `tensors`, taken as they come (`order` gives their indices), by its own C++ function."""
     return dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors), order)[0]
+
+
+@contextlib.contextmanager
+def ddp_bucket_caps(first_bytes: int, bytes_cap: int) -> Iterator[None]:
+    """DDP's default bucket caps inside; given as an argument, a cap would hold for the first bucket too."""
+    from torch.nn.parallel import distributed as module
+    before = dist._DEFAULT_FIRST_BUCKET_BYTES, module._DEFAULT_BUCKET_CAP_MB
+    dist._DEFAULT_FIRST_BUCKET_BYTES, module._DEFAULT_BUCKET_CAP_MB = first_bytes, bytes_cap / (1 << 20)
+    try:
+        yield
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES, module._DEFAULT_BUCKET_CAP_MB = before
+
+
+def all_gather(full: Tensor, mine: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """dist.all_gather_into_tensor, which newer versions call all_gather_single."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(full, mine, group=group, async_op=async_op)
+
+
+def reduce_scatter(mine: Tensor, full: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """dist.reduce_scatter_tensor, which newer versions call reduce_scatter_single."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(mine, full, op=op, group=group, async_op=async_op)

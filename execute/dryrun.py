@@ -5,7 +5,8 @@ Bytes and collectives are exact; there is no time, no allocator rounding, no wor
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from execute.model import Context, Transformer
 from execute.observe.collectives import CollectiveRecorder
 from execute.observe.storage import HOST, Instant, StorageTracker, steady_gc
 from execute.optim import state_tensors
+from execute.scaling import LossScale
 from execute.step import train_step
 from execute.strategies import Prepared, strategy
 from execute.support import check_supported
@@ -45,22 +47,40 @@ def dry_run(run: Run, rank: int = 0) -> StepReport:
 def observe(run: Run, rank: int = 0) -> Observation:
     """Perform two steps of `rank` on fake tensors, every storage and collective recorded."""
     check_supported(run)
-    world = run.plan.world_size
+    with compat.fake_world(run.plan.world_size, rank):
+        return _perform(run, STEPS, dry=True)
+
+
+def observe_real(run: Run) -> Observation:
+    """The same on real CPU tensors, in the caller's process group: three steps, the last is the one that counts.
+
+    In the second step the real DDP agrees on its rebuilt buckets, which the dry run does not re-enact.
+    """
+    check_supported(run)
+    return _perform(run, (STEPS[0], "second step", STEPS[1]), dry=False)
+
+
+def _perform(run: Run, steps: tuple[str, ...], *, dry: bool) -> Observation:
     recorder = CollectiveRecorder()
     tracker = StorageTracker([recorder])
-    with compat.fake_world(world, rank), steady_gc():
+    with steady_gc():
         model = build(run, "meta", tracker)
         chosen = strategy(run)
         chosen.shard(run, model)
-        with compat.FakeTensorMode(), tracker:
+        with compat.FakeTensorMode() if dry else nullcontext(), tracker:
             compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+            if not dry:
+                with tracker.pause():
+                    model.init_weights()
             tracker.label(model.parameters(), "parameters")
             tracker.label(model.buffers(), "framework")
             tracker.follow(model)
-            prepared = chosen.prepare(run, model, dry=True, region=tracker.hook)
+            prepared = chosen.prepare(run, model, dry=dry, region=partial(_region, tracker, model))
             recorder.name_axes(prepared.axes)
+            if run.recipe.precision.loss_scaling:
+                prepared.loss_scale = LossScale()
             marks = Marks(tracker, prepared, cuda=run.cluster.accelerator.kernel_table == "cuda")
-            for step in STEPS:
+            for step in steps:
                 tracker.step = step
                 train_step(run, prepared, lambda: random_batch(run), marks)
                 marks.step_ended()
@@ -76,6 +96,13 @@ def build(run: Run, device: str, tracker: StorageTracker | None = None) -> Trans
     context = Context(run.model, run.recipe, run.plan.checkpointing, table, tracker.recompute if tracker else nullcontext)
     with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
         return Transformer(context)
+
+
+def _region(tracker: StorageTracker, model: Transformer, name: str) -> AbstractContextManager[None]:
+    """A strategy's communication hook; the gradients that ZeRO-2 is about to flatten and free were gradients."""
+    if name == "zero2.flatten":
+        tracker.label([p.grad for p in model.parameters()], "gradients")
+    return tracker.hook(name)
 
 
 @contextmanager
@@ -107,12 +134,12 @@ class Marks:
     def _label_gradients(self) -> None:
         optimized = [p for group in self.prepared.optimizer.param_groups for p in group["params"]]
         self.tracker.label([p.grad for p in (*self.prepared.model.parameters(), *optimized)], "gradients")
-        if self.prepared.gradients is not None:
-            self.tracker.label(self.prepared.gradients(), "gradients")
 
     def step_ended(self) -> None:
         self.tracker.label(self.prepared.model.parameters(), "parameters")
         device, host = state_tensors(self.prepared.optimizer)
+        if self.prepared.loss_scale is not None:
+            device += [self.prepared.loss_scale.scale, self.prepared.loss_scale.growth_tracker]
         self.tracker.label(device + ([] if self.cuda else host), "optimizer")
         if self.cuda:
             self.tracker.label(host, HOST)
@@ -121,7 +148,7 @@ class Marks:
 def report(seen: Observation, rank: int) -> StepReport:
     """The StepReport of an observation."""
     run, tracker = seen.run, seen.tracker
-    steady, optimizer = tracker.peak(STEPS[1]), tracker.peak(STEPS[1], ("clip", "optimizer"))
+    steady, optimizer = tracker.peak(STEPS[1]), tracker.peak(STEPS[1], ("unscale", "clip", "optimizer"))
     assert steady is not None
     phases: dict[str, Peak | None] = {"init": tracker.peak("init"), "first step": tracker.peak(STEPS[0]), "steady step": steady,
                                       "optimizer step": optimizer}

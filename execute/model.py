@@ -212,7 +212,8 @@ class Transformer(nn.Module):
             self.final_norm = Norm(context, m.hidden)
         self.head = Head(m)
         if m.positions == "rope":
-            cos, sin = rotary_tables(r.seq_len, int(m.head_dim * m.rotary_fraction), context.compute)
+            self.rotary_shape = r.seq_len, int(m.head_dim * m.rotary_fraction)
+            cos, sin = rotary_tables(*self.rotary_shape, context.compute)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
         if r.attention == "eager" and r.causal:
@@ -237,6 +238,21 @@ class Transformer(nn.Module):
             x = self.final_norm(x)
         weight = self.embedding.weight if m.tied_embeddings else self.head.weight
         return head_and_loss(c.recipe, x, weight, self.head.bias, targets, c.around)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """GPT-2's rule: matrices from N(0, 0.02), biases 0, norms 1; and the constants. For parameters without values."""
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                p.normal_(0.0, 0.02)
+            else:
+                p.fill_(0.0 if name.endswith("bias") else 1.0)
+        if self.context.model.positions == "rope":
+            cos, sin = rotary_tables(*self.rotary_shape, self.context.compute)
+            self.cos.copy_(cos)
+            self.sin.copy_(sin)
+        if hasattr(self, "mask"):
+            self.mask.copy_(torch.ones_like(self.mask).triu(1))
 
     def run_layers(self, x: Tensor, indices: range, tables: Tables) -> Tensor:
         for i in indices:

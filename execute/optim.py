@@ -24,10 +24,44 @@ def optimizer_class(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], d
     raise ValueError(f"PyTorch has no optimizer {spec.name} that this function builds")
 
 
+class Pair(torch.optim.Optimizer):
+    """Two optimizers over disjoint parameters, used as one."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self.both = (first, second)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for one in self.both for group in one.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {key: value for one in self.both for key, value in one.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.both:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.both:
+            one.step()
+
+
 def make_optimizer(spec: OptimizerSpec, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer over some parameters."""
-    kind, arguments = optimizer_class(spec)
-    return kind(parameters, **arguments)
+    """The optimizer over some parameters, given in order of registration.
+
+    Muon updates matrices, and AdamW the rest: the embeddings and the head (the first and, untied, the last matrix) and all vectors.
+    """
+    parameters = list(parameters)
+    if spec.name != "muon":
+        kind, arguments = optimizer_class(spec)
+        return kind(parameters, **arguments)
+    vocabulary = max(p.shape[0] for p in parameters if p.dim() == 2)
+    matrices = [p for i, p in enumerate(parameters) if p.dim() == 2 and i > 0 and p.shape[0] < vocabulary]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in parameters if id(p) not in chosen]
+    kind, arguments = optimizer_class(spec.model_copy(update={"name": "adamw"}))
+    return Pair(torch.optim.Muon(matrices, lr=spec.lr, weight_decay=spec.weight_decay, momentum=spec.momentum), kind(rest, **arguments))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -35,6 +69,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[
 
     torch.optim.adam: the `step` of foreach and for-loop is a host tensor unless capturable; a fused one lies with the parameter.
     """
+    optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds its local part there
     fused = any(group.get("fused") for group in optimizer.param_groups)
     device, host = [], []
     for state in optimizer.state.values():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from costmodel.spec import Run
+from execute import compat
 from execute.dtypes import DTYPES
 from execute.strategies import Prepared
 
@@ -47,16 +48,23 @@ def train_step(run: Run, prepared: Prepared, batch: Callable[[], tuple[Tensor, T
                     loss = prepared.model(tokens, targets)
                 if run.micro_batches > 1:
                     loss = loss / run.micro_batches
+                if prepared.loss_scale is not None:
+                    loss = prepared.loss_scale.scaled(loss)
             with marks.phase_of("backward"):
                 loss.backward()
                 prepared.after_backward(last)
                 marks.backward_ended()
         loss = loss.detach()
+    finite = True
+    if prepared.loss_scale is not None:
+        with marks.phase_of("unscale"):
+            finite = _unscale(prepared)
     if recipe.clip_norm > 0:
         with marks.phase_of("clip"):
             _clip(prepared, recipe.clip_norm)
-    with marks.phase_of("optimizer"):
-        (prepared.step or prepared.optimizer.step)()
+    if finite:
+        with marks.phase_of("optimizer"):
+            (prepared.step or prepared.optimizer.step)()
     return loss
 
 
@@ -65,3 +73,14 @@ def _clip(prepared: Prepared, max_norm: float) -> None:
         prepared.clip(max_norm)
     else:
         torch.nn.utils.clip_grad_norm_(prepared.model.parameters(), max_norm)
+
+
+def _unscale(prepared: Prepared) -> bool:
+    """Unscale the gradients and adapt the scale; False where the update must be skipped (never on fake tensors, which have no values)."""
+    assert prepared.loss_scale is not None
+    grads = [p.grad for group in prepared.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    found = prepared.loss_scale.unscale(list(compat.inner_tensors(grads)))
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    prepared.loss_scale.update(found)
+    return isinstance(found, compat.FakeTensor) or not found.item()

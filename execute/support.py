@@ -41,6 +41,11 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.precision.master", r.precision.master, "PyTorch's optimizers keep no master copy.", "Use bf16-mixed.")
     if r.optimizer.name == "adam8bit":
         yield PlanError("recipe.optimizer", r.optimizer.name, "PyTorch has no such optimizer.", "Use adamw.")
+    if r.optimizer.name == "muon" and p.zero > 0:
+        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and ZeRO shards them.", "Use ddp, or adamw.")
+    if r.optimizer.name in ("sgd", "momentum") and r.optimizer.implementation == "fused" and p.zero == 3:
+        yield PlanError("recipe.optimizer", f"{r.optimizer.name}, fused", "PyTorch's fused SGD takes no sharded (DTensor) parameters.",
+                        f"Use {r.optimizer.name}:foreach.")
     if r.compile or r.cuda_graphs:
         yield PlanError("recipe.compile", r.compile, "a dry run executes eagerly.", "Use compile = false and cuda_graphs = false.")
     if p.zero != 3 and r.precision.compute in ("bf16", "fp16") and not r.precision.autocast and r.precision.parameter != r.precision.compute:

@@ -69,7 +69,7 @@ class CollectiveRecorder:
         counts: Counter[tuple[Any, ...]] = Counter()
         for s in self.sent:
             if s.step == step:
-                phase = {"recompute": "backward", "clip": "optimizer"}.get(s.phase, s.phase)
+                phase = {"recompute": "backward", "unscale": "optimizer", "clip": "optimizer"}.get(s.phase, s.phase)
                 counts[(phase, s.axis, s.kind, s.group, s.in_bytes, s.out_bytes, s.message_bytes, s.dtype)] += 1
         return tuple(Collective(phase=k[0], axis=k[1], kind=k[2], group=k[3], count=n, in_bytes=k[4], out_bytes=k[5], message_bytes=k[6], dtype=k[7])
                      for k, n in counts.items())

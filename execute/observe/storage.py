@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from costmodel.report import CATEGORIES, Peak
 from execute import compat
 
-ORDER = ("parameters", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
 HOST = "host"
 """A category outside the device, left out of every sum: step counters that PyTorch keeps in host memory."""
+ORDER = (HOST, "parameters", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
+NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
+"""Operations that a moment may be named after."""
 
 
 class Moment(NamedTuple):
@@ -105,7 +107,9 @@ class StorageTracker(compat.TorchDispatchMode):
             self._close_regions()
         if self._paused:
             return func(*args, **(kwargs or {}))
-        self.op = func._schema.name.split("::")[-1]
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in NAMESPACES:
+            self.op = name
         out = func(*args, **(kwargs or {}))
         for listener in self._listeners:
             listener(self, func, args, kwargs or {}, out)
@@ -205,10 +209,9 @@ class StorageTracker(compat.TorchDispatchMode):
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Give the storages of some tensors a category, unless one that comes first in ORDER holds them."""
-        rank = ORDER.index(category) if category in ORDER else -1
         for tensor in compat.inner_tensors([t for t in tensors if t is not None]):
             serial = self.see(tensor)
-            if serial not in self.category or rank < ORDER.index(self.category[serial]):
+            if serial not in self.category or ORDER.index(category) < ORDER.index(self.category[serial]):
                 self.category[serial] = category
 
     def _before_fsdp(self, group: compat.FSDPParamGroup, name: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.spec import Run
+from execute.scaling import LossScale
 
 Region = Callable[[str], AbstractContextManager[Any]]
 """Marks what a strategy does for communication; an observer passes its own, everyone else `no_region`."""
@@ -42,8 +43,8 @@ class Prepared:
     step: Callable[[], None] | None = None
     """Updates the parameters; None: optimizer.step()."""
     zero_grad: Callable[[bool], None] | None = None
-    gradients: Callable[[], list[Tensor]] | None = None
-    """Gradients that live outside .grad."""
+    loss_scale: LossScale | None = None
+    """Dynamic loss scaling (fp16)."""
     axes: Mapping[str, Any] = field(default_factory=dict)
     """Process groups by axis of the Run."""
 
