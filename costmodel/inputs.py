@@ -23,6 +23,7 @@ from costmodel.spec.sizing import model_from_params
 
 DEFAULT_GPU = "h100_sxm"
 DEFAULT_SEQ_LEN = 4096
+DEFAULT_LOSS_CHUNKS = 8
 STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron")
 OPTIMIZER_WORDS = ("sgd", "momentum", "adam", "adamw", "adam8bit", "muon")
 STRATEGY_FIELDS: dict[str, dict[str, Any]] = {
@@ -133,7 +134,8 @@ def unknown_keys(section: str, given: Mapping[str, Any], known: tuple[str, ...])
 
 
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": tuple(Recipe.model_fields), "cluster": CLUSTER_WORDS, "model": tuple(Model.model_fields)}
+    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": tuple(Recipe.model_fields), "cluster": CLUSTER_WORDS,
+    "model": tuple(Model.model_fields)}
 
 
 def _plain(field: str, value: Any) -> Any:
@@ -356,6 +358,8 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
         if key not in given:
             assumed[f"recipe.{key}"] = words
     given.update(_batch(given, plan, assumed))
+    if "loss_chunks" not in given and isinstance(given["seq_len"], int):
+        given["loss_chunks"] = max(1, min(DEFAULT_LOSS_CHUNKS, given["micro_batch"] * given["seq_len"]))
     return _build(Recipe, given)
 
 

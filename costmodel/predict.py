@@ -124,7 +124,8 @@ def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Co
         for op in block.ops:
             c = op.comm
             if c is not None:
-                key = (block.phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
+                phase = "backward" if block.phase == "recompute" else block.phase
+                key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
                 found[key] = found.get(key, 0) + times
     out: list[Collective] = []
     for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():

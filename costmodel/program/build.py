@@ -6,7 +6,7 @@ from itertools import groupby
 
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, seq
-from costmodel.program.layers import Numbers, Unit, embedding_unit, head_unit, layer_unit, numbers_of
+from costmodel.program.layers import Numbers, Unit, batch_tensors, constant_tensors, embedding_unit, head_unit, layer_unit, numbers_of
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
@@ -249,12 +249,13 @@ class Builder:
         s = self.strategy
         loss = Tensor("grad:loss", "temporaries", self.unit[HEAD].exit.nbytes)
         value = Tensor("loss", "activations", self.unit[HEAD].exit.nbytes)
-        start = self.block("embedding", "embedding", "forward", [*s.forward_begin(micro), *self.forward_edge(EMBEDDING, micro)])
+        batch = batch_tensors(self.run)
+        start = self.block("embedding", "embedding", "forward", [Op("batch", "host", kernels=0, allocs=batch), *s.forward_begin(micro), *self.forward_edge(EMBEDDING, micro)])
         head = self.block("head", "head", "forward", [*self.forward_edge(HEAD, micro), *s.forward_end(micro)])
         back = self.block(("head backward", micro), "head", "backward",
                           [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro), *self.backward_edge(HEAD, micro)])
         end = self.block(("embedding backward", micro), "embedding", "backward",
-                         [*self.backward_edge(EMBEDDING, micro), Op("loss.release", "host", kernels=0, frees=(value,)), *s.backward_end(micro)])
+                         [*self.backward_edge(EMBEDDING, micro), Op("loss.release", "host", kernels=0, frees=(value, *batch)), *s.backward_end(micro)])
         forward, backward = compress(self.forward_layers(micro)), compress(self.backward_layers(micro))
         return seq(start, forward, head, back, backward, end)
 
@@ -315,7 +316,7 @@ def build(run: Run) -> Program:
     builder = Builder(run, numbers, strategy, inventory)
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
-        roles.append(RankProgram(role, ranks, example, tuple(strategy.persistent(role)), builder.step(role, False), builder.step(role, True)))
+        roles.append(RankProgram(role, ranks, example, (*strategy.persistent(role), *constant_tensors(run, numbers)), builder.step(role, False), builder.step(role, True)))
     layer = builder.unit[LAYER]
     recomputed = 0.0 if not builder.checkpoints else sum(builder.checkpointed) / inventory.layers
     return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),

@@ -55,17 +55,18 @@ def numbers_of(run: Run) -> Numbers:
 def resolved_attention(run: Run) -> str:
     """The kernel that runs: PyTorch's SDPA takes FlashAttention-2 on 16-bit CUDA inputs, memory-efficient attention on fp32.
 
-    On a CPU its flash kernel runs unless dropout is on, which falls to the math path.
+    The memory-efficient kernel has no grouped queries: with fewer key heads the math path runs, as it does on a CPU with dropout.
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     r, acc = run.recipe, run.cluster.accelerator
     if r.attention != "sdpa":
         return r.attention
     if acc.kernel_table == "cpu":
-        return "eager" if r.dropout else "cpu"
+        return "math" if r.dropout else "cpu"
     low = r.precision.compute in ("bf16", "fp16", "fp8") and run.model.head_dim <= 256
-    if not low:
-        return "efficient"
-    return "fa2" if acc.architecture not in ("volta", "turing", "pascal") else "efficient"
+    if low and acc.architecture not in ("volta", "turing", "pascal"):
+        return "fa2"
+    return "efficient" if run.model.heads == run.model.kv_heads else "math"
 
 
 class Walk:
@@ -261,7 +262,7 @@ class Walk:
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
         q, k, v = (self.cast(t, n.act) for t in (q, k, v))
-        out = self.eager_attention(q, k, v) if n.attention == "eager" else self.flash_attention(q, k, v)
+        out = self.eager_attention(q, k, v) if n.attention in ("eager", "math") else self.flash_attention(q, k, v)
         return self.linear(out, "attention.out", h, qw, m.attention_out_bias)
 
     def fused_qkv(self, x: Value, qw: int, kw: int) -> tuple[Value, Value, Value]:
@@ -275,7 +276,7 @@ class Walk:
         total = y.nbytes
         q, k, v = (self.tape.value(name, self.tokens * width, n.act) for name, width in
                    (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)))
-        copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention == "eager"
+        copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math")
         if copied:
             q.own_bytes, k.own_bytes, v.own_bytes = 0, 0, total
         backs = tuple(b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
@@ -324,7 +325,7 @@ class Walk:
                                 Back("grad_k", "matmul", 1, flops, moved, (b * m.heads, s, s, d), n.act)))
         sb = scores.nbytes
         scaled = self.tape.value("attention.scaled", scores_numel, n.act)
-        fused = n.compiled
+        fused = n.compiled or n.attention == "math"
         self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=n.act,
                          backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
         masked = scaled
@@ -385,6 +386,24 @@ def _unit(walk: Walk, entry: Value | None, out: Value, attention_flops: float = 
     return Unit(walk.tape, entry, out, walk.matmul_flops, attention_flops, walk.weights_cast)
 
 
+def batch_tensors(run: Run) -> tuple[Tensor, ...]:
+    """Token ids and targets of one micro-batch."""
+    tokens = run.recipe.micro_batch * run.recipe.seq_len // run.plan.cp
+    e = 8 if run.recipe.token_dtype == "int64" else 4
+    return (Tensor("tokens", "activations", tokens * e), Tensor("targets", "activations", tokens * e))
+
+
+def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
+    """Tables that live beside the parameters: rotary cosines and sines, the mask of eager attention."""
+    m, s = run.model, run.recipe.seq_len // run.plan.cp
+    out: list[Tensor] = []
+    if m.positions == "rope" and m.rotary_fraction:
+        out.append(Tensor("rotary tables", "framework", 2 * s * int(m.head_dim * m.rotary_fraction) * DTYPE_BYTES[numbers.act]))
+    if numbers.attention == "eager" and run.recipe.causal:
+        out.append(Tensor("attention mask", "framework", s * s))
+    return tuple(out)
+
+
 def model_attention_flops(run: Run) -> float:
     """Attention FLOPs of one layer's forward over one micro-batch, the whole square counted (no causal halving)."""
     m, r = run.model, run.recipe
@@ -405,18 +424,19 @@ def layer_unit(run: Run, numbers: Numbers) -> Unit:
         y = w.add(w.add(x, a, "attention.residual"), f, "hidden")
         return _unit(w, x, y, model_attention_flops(run))
     post = m.norm_placement == "post"
-    a = w.attention(x if post else w.norm(x, "attention_norm", m.hidden))
+    a = w.dropout(w.attention(x if post else w.norm(x, "attention_norm", m.hidden)), "attention.out")
     if post:
         a = w.norm(a, "attention_norm", m.hidden)
     elif n == 4:
         a = w.norm(a, "attention_post_norm", m.hidden)
-    mid = w.add(x, w.dropout(a, "attention.out"), "attention.residual")
-    f = w.mlp(mid if post else w.norm(mid, "mlp_norm", m.hidden))
+    mid = w.add(x, a, "attention.residual")
+    second = "mlp_norm" if n >= 2 else "attention_norm"
+    f = w.dropout(w.mlp(mid if post else w.norm(mid, second, m.hidden)), "mlp.down")
     if post:
         f = w.norm(f, "mlp_norm", m.hidden)
     elif n == 4:
         f = w.norm(f, "mlp_post_norm", m.hidden)
-    y = w.add(mid, w.dropout(f, "mlp.down"), "hidden")
+    y = w.add(mid, f, "hidden")
     return _unit(w, x, y, model_attention_flops(run))
 
 
@@ -436,6 +456,7 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
         rows = Param("positions.weight", (m.position_rows, m.hidden))
         at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
         w.tape.record("positions", "memory", (), (at,), nbytes=2.0 * at.nbytes, dtype=dtype,
+                      extra=(Tensor("positions.index", "activations", w.seq * 8),),
                       backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param),))
         out = w.tape.value("embedding.sum", y.numel, dtype)
         w.tape.record("embedding.add", "memory", (y, at), (out,), nbytes=3.0 * y.nbytes, dtype=dtype,
@@ -451,7 +472,7 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
 def head_unit(run: Run, numbers: Numbers) -> Unit:
     """Final norm, output matrix and loss of one micro-batch; the peak of many runs is here.
 
-    eager: logits in the compute dtype, their fp32 copy, and the log-softmax that cross-entropy saves; backward holds three
+    The normed hidden states stay referenced until forward returns. eager: logits in the compute dtype, their fp32 copy, and the log-softmax that cross-entropy saves; backward holds three
     fp32 tensors of that size for a moment (12 bytes a logit). bf16 skips the fp32 copy. chunked and fused are in `_chunked_loss`
     and `_fused_loss`.
     """
@@ -467,6 +488,7 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
         name = "embedding" if m.tied_embeddings else "head"
         logits = w.linear(y, name, m.vocab, m.hidden, m.head_bias)
         loss = _cross_entropy(w, logits, r.loss == "bf16")
+    y.last_use = len(w.tape.nodes) - 1
     return _unit(w, x, loss)
 
 
@@ -505,7 +527,7 @@ def _chunked_loss(w: Walk, y: Value) -> Value:
     cast = (w.cast_weight(weight.name, weight.numel),) if n.autocast else ()
     source = w.cast(y, n.act) if n.autocast else y
     backs: list[Back] = []
-    grad_temp = (3 * wide + (logits * e if e != 4 else 0))
+    grad_temp = 3 * wide
     for i in range(chunks):
         backs.append(Back(f"chunk{i}.recompute", "matmul", None, flops, moved, (1, rows, m.hidden, m.vocab), n.act, temp_bytes=forward_temp))
         backs.append(Back(f"chunk{i}.loss", "memory", None, nbytes=8.0 * wide, kernels=6, temp_bytes=grad_temp))
@@ -522,30 +544,27 @@ def _chunked_loss(w: Walk, y: Value) -> Value:
 
 
 def _fused_loss(w: Walk, y: Value) -> Value:
-    """Linear and cross-entropy in one autograd function (Liger): forward computes loss and gradients piece by piece.
+    """Linear and cross-entropy in one autograd function: forward computes loss and gradients piece by piece.
 
-    It keeps the gradient of the hidden states and of the head's weight until backward. Pieces are chosen so that the logits of
-    one piece take about the memory of the hidden states (linkedin/Liger-Kernel, fused_linear_cross_entropy).
+    It keeps the gradient of the hidden states and of the head's weight until backward, which only scales them; a piece's logits
+    become their own gradient in place (linkedin/Liger-Kernel, fused_linear_cross_entropy; arXiv 2410.10989, section 3.2).
     """
-    m, n = w.run.model, w.n
+    m, n, chunks = w.run.model, w.n, w.run.recipe.loss_chunks
     weight = _head_weight(w)
-    chunks = max(1, min(w.tokens, -(-m.vocab // m.hidden)))
     rows = -(-w.tokens // chunks)
     flops = 2.0 * w.tokens * m.vocab * m.hidden
     w.matmul_flops += flops
     e = w.e
-    source = w.cast(y, n.act) if n.autocast else y
-    cast = (w.cast_weight(weight.name, weight.numel),) if n.autocast else ()
+    source = w.cast(y, n.act)
     loss = w.tape.value("loss", 1, "fp32")
     kept = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations", weight.numel * e))
     moved = float(e * (w.tokens * m.hidden * 2 + chunks * weight.numel * 3 + 6 * w.tokens * m.vocab))
-    w.tape.record("loss.fused", "matmul", (source,), (loss,), extra=(*kept, *cast), flops=3.0 * flops, nbytes=moved,
-                  dims=(1, w.tokens, m.hidden, m.vocab), dtype=n.act, kernels=8 * chunks, temp_bytes=rows * m.vocab * (e + 4),
-                  backs=(Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act),
-                         Back("grad_weight", "memory", weight, nbytes=2.0 * weight.numel * e, dtype=n.param)))
+    low = weight.numel * e if n.autocast else 0
+    backs = [Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]
+    if n.autocast:
+        backs.append(w._cast_back(weight))
+    else:
+        backs.append(Back("grad_weight", "memory", weight, nbytes=2.0 * weight.numel * e, dtype=n.param))
+    w.tape.record("loss.fused", "matmul", (source,), (loss,), extra=kept, flops=3.0 * flops, nbytes=moved, dims=(1, w.tokens, m.hidden, m.vocab),
+                  dtype=n.act, kernels=10 * chunks, temp_bytes=rows * m.vocab * e + weight.numel * e + low + w.tokens * 4, backs=tuple(backs))
     return loss
-
-
-def unit_param_names(run: Run) -> tuple[str, ...]:
-    """Names of a layer's matrices, for reports."""
-    return tuple(p.name for p in attention_params(run.model) + mlp_params(run.model))

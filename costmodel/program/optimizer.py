@@ -24,6 +24,8 @@ class Update(NamedTuple):
     state: str
     low: str | None = None
     """dtype of a low-precision copy that the update also writes."""
+    steps_on_device: bool = True
+    """Step counters live on the device (fused kernels; CPU runs); foreach and for-loop keep them on the host."""
 
 
 def state_tensors(spec: OptimizerSpec, u: Update) -> list[Tensor]:
@@ -39,10 +41,9 @@ def state_tensors(spec: OptimizerSpec, u: Update) -> list[Tensor]:
         return [Tensor("momentum", "optimizer", u.numel * e)]
     if spec.name == "adam8bit":
         scales = -(-u.numel // BLOCK) * 4
-        return [Tensor("exp_avg", "optimizer", u.numel + scales), Tensor("exp_avg_sq", "optimizer", u.numel + scales),
-                Tensor("step", "optimizer", 4 * u.tensors)]
-    return [Tensor("exp_avg", "optimizer", u.numel * e), Tensor("exp_avg_sq", "optimizer", u.numel * e),
-            Tensor("step", "optimizer", 4 * u.tensors)]
+        return [Tensor("exp_avg", "optimizer", u.numel + scales), Tensor("exp_avg_sq", "optimizer", u.numel + scales)]
+    moments = [Tensor("exp_avg", "optimizer", u.numel * e), Tensor("exp_avg_sq", "optimizer", u.numel * e)]
+    return [*moments, Tensor("step", "optimizer", 4 * u.tensors)] if u.steps_on_device else moments
 
 
 def update_ops(spec: OptimizerSpec, u: Update, *, first: bool) -> list[Op]:

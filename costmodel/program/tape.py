@@ -139,13 +139,14 @@ class Tape:
                 dying.setdefault(min(v.last_use, len(nodes) - 1), []).append(v)
         ops: list[Op] = []
         for index, node in enumerate(nodes):
-            allocs = [Tensor(v.name, "activations", v.own_bytes) for v in node.outputs if v.own_bytes]
-            frees = [Tensor(v.name, "activations", v.own_bytes) for v in dying.get(index, ()) if v.own_bytes]
+            allocs = [self._tensor(v, keep, save) for v in node.outputs if v.own_bytes]
+            frees = [self._tensor(v, keep, save) for v in dying.get(index, ()) if v.own_bytes]
             if save:
                 allocs += node.extra
             elif node.extra:
-                allocs += node.extra
-                frees += node.extra
+                passing = [t._replace(category="temporaries") for t in node.extra]
+                allocs += passing
+                frees += passing
             if node.temp_bytes:
                 temp = Tensor(f"{node.name}.temp", "temporaries", node.temp_bytes)
                 allocs.append(temp)
@@ -153,6 +154,12 @@ class Tape:
             ops.append(Op(node.name, node.kind, node.flops, node.nbytes, node.dims, node.dtype, node.kernels,  # type: ignore[arg-type]
                           tuple(allocs), tuple(frees), node.comm))
         return ops
+
+    @staticmethod
+    def _tensor(v: Value, keep: tuple[Value, ...], save: bool) -> Tensor:
+        """An activation where backward or another unit needs it, else a temporary of forward."""
+        kept = v.outside or v in keep or (save and v.saves)
+        return Tensor(v.name, "activations" if kept else "temporaries", v.own_bytes)
 
     @property
     def recompute_until(self) -> int:

@@ -55,7 +55,11 @@ class Strategy:
         """What this rank's optimizer updates."""
         p, inv = self.precision, self.inventory
         return Update(inv.numel, inv.tensors, inv.largest, p.master or p.parameter, p.gradient, p.optimizer_state,
-                      p.parameter if p.master else None)
+                      p.parameter if p.master else None, self.steps_on_device)
+
+    @property
+    def steps_on_device(self) -> bool:
+        return self.numbers.table == "cpu" or self.recipe.optimizer.implementation == "fused"
 
     # -- hooks of the step -----------------------------------------------------------------------------------------------
 

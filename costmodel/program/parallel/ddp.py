@@ -10,22 +10,23 @@ from typing import NamedTuple
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 
 
 class Flush(NamedTuple):
-    """A bucket closes when this parameter's gradient has arrived."""
+    """A bucket that is complete when this parameter's gradient has arrived."""
 
     nbytes: int
     numel: int
+    previous: int
+    """Bytes of the bucket before it; 0 for the first."""
 
 
 def arrival_order(params: tuple[Param, ...]) -> list[Param]:
-    """Parameters of a unit in the order in which backward finishes their gradients: the reverse of registration, but a linear
-    layer's weight before its bias and a norm's likewise."""
+    """Parameters of a unit in the order in which backward finishes their gradients: modules in reverse, within one the weight first."""
     groups: dict[str, list[Param]] = {}
     for p in params:
         groups.setdefault(p.name.rsplit(".", 1)[0], []).append(p)
@@ -33,31 +34,45 @@ def arrival_order(params: tuple[Param, ...]) -> list[Param]:
 
 
 class Buckets:
-    """Which gradients share a bucket, found by walking the parameters in order of arrival."""
+    """Which gradients share a bucket, found by walking the parameters of the model backwards.
 
-    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, tied: bool) -> None:
+    A bucket closes when its size reaches its cap; it is complete when the last of its gradients has arrived. `by_arrival` walks
+    in the order of arrival (DDP's rebuilt buckets), else in the reverse order of registration.
+    """
+
+    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, *, by_arrival: bool = True) -> None:
         self.flush: dict[tuple[str, int], dict[str, Flush]] = {}
         self.sizes: list[int] = []
-        order = [(HEAD, 0, arrival_order(inventory.head.params))]
-        layer = arrival_order(inventory.layer.params)
-        order += [(LAYER, i, layer) for i in range(inventory.layers - 1, -1, -1)]
-        order.append((EMBEDDING, 0, arrival_order(inventory.embedding.params)))
         size, limit = 0, first_cap
         last: tuple[str, int, str] | None = None
-        for unit, index, params in order:
-            for p in params:
+        for unit, index, params in self._units(inventory, by_arrival):
+            for p, rank in params:
                 size += p.numel * element
-                last = unit, index, p.name
+                if last is None or (unit, index) != last[:2] or rank > last_rank:
+                    last, last_rank = (unit, index, p.name), rank
                 if size >= limit:
-                    self._close(unit, index, p.name, size, element)
-                    size, limit = 0, cap
+                    self._close(*last, size, element)
+                    size, limit, last = 0, cap, None
         if size and last:
             self._close(*last, size, element)
         self.layers = [tuple(self.flush.get((LAYER, i), {}).items()) for i in range(inventory.layers)]
-        """What closes in each layer: a key that is equal for layers that send alike."""
+        """What completes in each layer: a key that is equal for layers that send alike."""
+
+    @staticmethod
+    def _units(inventory: Inventory, by_arrival: bool) -> list[tuple[str, int, list[tuple[Param, int]]]]:
+        """(unit, index, its parameters with their place in the order of arrival), last unit first."""
+        def walk(params: tuple[Param, ...]) -> list[tuple[Param, int]]:
+            arrival = arrival_order(params)
+            place = {p.name: i for i, p in enumerate(arrival)}
+            return [(p, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
+
+        layer = walk(inventory.layer.params)
+        return [(HEAD, 0, walk(inventory.head.params)), *[(LAYER, i, layer) for i in range(inventory.layers - 1, -1, -1)],
+                (EMBEDDING, 0, walk(inventory.embedding.params))]
 
     def _close(self, unit: str, index: int, name: str, size: int, element: int) -> None:
-        self.flush.setdefault((unit, index), {})[name] = Flush(size, size // element)
+        previous = self.sizes[-1] if self.sizes else 0
+        self.flush.setdefault((unit, index), {})[name] = Flush(size, size // element, previous)
         self.sizes.append(size)
 
 
@@ -70,8 +85,7 @@ class DDP(Strategy):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes,
-                               run.model.tied_embeddings)
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes)
         self.group = run.plan.dp * run.plan.cp
         self.view = run.plan.gradient_as_bucket_view
 
@@ -95,19 +109,18 @@ class DDP(Strategy):
         return list(self.buckets.layers)
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
-        if self.view:
-            made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
-            allocs: tuple[Tensor, ...] = (made,)
-            first = micro in (ONLY, "first")
-            ops = [Op(f"{ready.param.name}.to_bucket", "memory", nbytes=(2.0 if first else 3.0) * ready.nbytes, dtype=ready.dtype, frees=(made,))]
+        """A gradient that will be sent is copied into its bucket; as a view of the bucket it has no memory of its own afterwards."""
+        allocs, ops = super().on_grad(unit, index, ready, micro)
+        if not self.syncs(micro):
+            return allocs, ops
+        own = Tensor(f"{ready.param.name}.grad", "gradients", ready.nbytes)
+        if self.view and self.plan.sync_each_micro_batch and micro not in (ONLY, FIRST):
+            pass
         else:
-            allocs, ops = super().on_grad(unit, index, ready, micro)
-            if self.syncs(micro):
-                ops = [*ops, Op(f"{ready.param.name}.to_bucket", "memory", nbytes=2.0 * ready.nbytes, dtype=ready.dtype)]
-        if self.syncs(micro):
-            flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
-            if flush:
-                ops.append(collective(self.axis, "all-reduce", self.group, flush.nbytes, self.dtype, event="ddp", name="bucket.all_reduce"))
+            ops = [*ops, Op(f"{ready.param.name}.to_bucket", "memory", nbytes=2.0 * ready.nbytes, dtype=ready.dtype, frees=(own,) if self.view else ())]
+        flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+        if flush:
+            ops = [*ops, collective(self.axis, "all-reduce", self.group, flush.nbytes, self.dtype, event="ddp", name="bucket.all_reduce")]
         return allocs, ops
 
     def backward_end(self, micro: str) -> list[Op]:

@@ -36,7 +36,7 @@ class DeepSpeedZero(Strategy):
         self.grad = self.precision.gradient
         self.shard = -(-inventory.numel // self.n)
         self.bucket = min(run.plan.bucket_bytes, nbytes(inventory.numel, self.precision.reduce))
-        self.buckets = Buckets(inventory, element_bytes(self.precision.reduce), self.bucket, self.bucket, run.model.tied_embeddings)
+        self.buckets = Buckets(inventory, element_bytes(self.precision.reduce), self.bucket, self.bucket)
 
     def refusals(self) -> Iterator[PlanError]:
         if self.plan.offload != "none":
@@ -59,7 +59,7 @@ class DeepSpeedZero(Strategy):
     def update(self, role: str) -> Update:
         p = self.precision
         return Update(self.shard, 2, self.shard, p.master or p.parameter, "fp32" if p.master else p.gradient, p.optimizer_state,
-                      p.parameter if p.master else None)
+                      p.parameter if p.master else None, self.steps_on_device)
 
     def kept_gradients(self) -> list[Tensor]:
         if self.keeps_whole_gradients:

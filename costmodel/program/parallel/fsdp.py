@@ -50,7 +50,8 @@ class FSDP(Strategy):
     def update(self, role: str) -> Update:
         p = self.precision
         largest = max(_local(q.shape[0], self.n) * (q.numel // q.shape[0]) for g in self.groups.values() for q in g.params)
-        return Update(self._total(self.local), self.inventory.tensors, largest, p.parameter, p.gradient, p.optimizer_state)
+        return Update(self._total(self.local), self.inventory.tensors, largest, p.parameter, p.gradient, p.optimizer_state,
+                      steps_on_device=self.steps_on_device)
 
     def kept_gradients(self) -> list[Tensor]:
         return [Tensor("gradients (shard)", "gradients", nbytes(self._total(self.shard), self.precision.gradient), "reduce")]
@@ -222,11 +223,11 @@ class FSDP(Strategy):
         return ops
 
     def clip(self, role: str) -> list[Op]:
-        """Norms of the local shards, and one all-reduce of the total over the shards."""
+        """Norms of the local shards, and one all-reduce of all of them (a partial DTensor, 4 bytes a parameter)."""
         u = self.update(role)
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.n > 1:
-            ops.insert(1, collective(self.axis, "all-reduce", self.n, 4, "fp32", name="clip.all_reduce"))
+            ops.insert(1, collective(self.axis, "all-reduce", self.n, 4 * u.tensors, "fp32", name="clip.all_reduce"))
         return ops
 
     def notes(self) -> list[str]:

@@ -32,7 +32,7 @@ class MegatronDP(Strategy):
         self.local = -(-inventory.numel // self.shards)
         element = element_bytes(self.precision.reduce)
         cap = max(40_000_000, 1_000_000 * self.n) * element
-        self.buckets = Buckets(inventory, element, cap, cap, run.model.tied_embeddings)
+        self.buckets = Buckets(inventory, element, cap, cap)
 
     def persistent(self, role: str) -> list[Tensor]:
         p, inv = self.precision, self.inventory
@@ -49,7 +49,7 @@ class MegatronDP(Strategy):
     def update(self, role: str) -> Update:
         p, inv = self.precision, self.inventory
         return Update(self.local, inv.tensors, min(self.local, inv.largest), p.master or p.parameter, "fp32" if p.master else p.gradient,
-                      p.optimizer_state, p.parameter if p.master else None)
+                      p.optimizer_state, p.parameter if p.master else None, self.steps_on_device)
 
     def begin_step(self, first: bool) -> list[Op]:
         """The buffer is zeroed, not freed."""

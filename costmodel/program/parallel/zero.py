@@ -46,13 +46,15 @@ class Zero1(DDP):
         numels = [p.numel for p in inventory.embedding.params + inventory.head.params]
         numels += [p.numel for p in inventory.layer.params] * inventory.layers
         parts = greedy_partition(numels, self.group)
-        self.parts = {"fullest shard": max(parts), "emptiest shard": min(parts) if len(parts) == self.group else (0, 0, 0)}
+        least = min(parts) if len(parts) == self.group else (0, 0, 0)
+        self.parts = {"fullest shard": max(parts), "emptiest shard": least}
+        self.rank = {"fullest shard": parts.index(max(parts)), "emptiest shard": parts.index(least) if least in parts else self.group - 1}
 
     def roles(self) -> list[tuple[str, int, int]]:
         ranks = self.run.cluster.gpus
         if ranks == 1 or self.parts["fullest shard"] == self.parts["emptiest shard"]:
             return [("fullest shard", ranks, 0)]
-        return [("fullest shard", ranks - 1, 0), ("emptiest shard", 1, ranks - 1)]
+        return [("fullest shard", ranks - 1, self.rank["fullest shard"]), ("emptiest shard", 1, self.rank["emptiest shard"])]
 
     def update(self, role: str) -> Update:
         numel, tensors, largest = self.parts[role]
@@ -86,7 +88,7 @@ class Zero2(Strategy):
         super().__init__(run, numbers, inventory)
         self.group = run.plan.state_shards
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, run.model.tied_embeddings)
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, by_arrival=False)
         element = element_bytes(self.dtype)
         self.shards = [-(-(size // element) // self.group) for size in self.buckets.sizes]
         self.local = sum(self.shards)
@@ -123,27 +125,38 @@ class Zero2(Strategy):
         flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
         if not flush:
             return allocs, ops
-        shard_numel = -(-flush.numel // self.group)
-        padded = shard_numel * self.group
-        element = element_bytes(self.dtype)
-        flat = Tensor("zero2.bucket", "communication", padded * element)
-        out = Tensor("zero2.shard", "communication", shard_numel * element)
-        shard = Tensor("gradients (shard)", "gradients", shard_numel * element)
+        flat, shard = self._flat(flush.nbytes), self._shard(flush.nbytes)
         grads = Tensor("bucket gradients", "gradients", flush.nbytes)
         fresh = micro in (ONLY, "first") or not self.plan.sync_each_micro_batch
-        ops = [*ops, Op("zero2.flatten", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, kernels=2, allocs=(flat,), frees=(grads,))]
-        scatter = collective(self.axis, "reduce-scatter", self.group, padded * element, self.dtype, event="zero2", name="bucket.reduce_scatter",
-                             allocs=(shard,) if fresh else (out,), frees=(flat,))
-        if self.group == 1:
-            ops.append(Op("zero2.copy", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, allocs=scatter.allocs, frees=scatter.frees))
+        if flush.previous and self.group > 1:
+            ops = [*ops, *self._land(flush.previous, fresh)]
+        ops = [*ops, Op("zero2.flatten", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, kernels=2, allocs=(flat, shard), frees=(grads,))]
+        if self.group > 1:
+            ops.append(collective(self.axis, "reduce-scatter", self.group, flat.nbytes, self.dtype, event="zero2", name="bucket.reduce_scatter"))
         else:
-            ops.append(scatter)
-        if not fresh:
-            ops.append(Op("zero2.accumulate", "side", nbytes=3.0 * out.nbytes, dtype=self.dtype, frees=(out,), axis=self.axis))
+            ops += [Op("zero2.copy", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype), *self._land(flush.nbytes, fresh)]
         return allocs, ops
 
+    def _flat(self, bucket_bytes: int) -> Tensor:
+        return Tensor("zero2.bucket", "communication", self._shard(bucket_bytes).nbytes * self.group)
+
+    def _shard(self, bucket_bytes: int) -> Tensor:
+        element = element_bytes(self.dtype)
+        return Tensor("gradients (shard)", "gradients", -(-(bucket_bytes // element) // self.group) * element)
+
+    def _land(self, bucket_bytes: int, fresh: bool) -> list[Op]:
+        """Wait for the reduce-scatter in flight; its flat gradient goes, its slice stays or is added."""
+        wait = [Op("zero2.wait", "wait", kernels=0, event="zero2", frees=(self._flat(bucket_bytes),))]
+        if fresh:
+            return wait
+        shard = self._shard(bucket_bytes)
+        return [*wait, Op("zero2.accumulate", "memory", nbytes=3.0 * shard.nbytes, dtype=self.dtype, frees=(shard,))]
+
     def backward_end(self, micro: str) -> list[Op]:
-        return [Op("zero2.wait", "wait", kernels=0, event="zero2")] if self.syncs(micro) and self.group > 1 else []
+        if not self.syncs(micro) or self.group == 1:
+            return []
+        fresh = micro in (ONLY, "first") or not self.plan.sync_each_micro_batch
+        return self._land(self.buckets.sizes[-1], fresh)
 
     def clip(self, role: str) -> list[Op]:
         u = self.update(role)
