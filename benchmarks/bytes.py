@@ -1,0 +1,170 @@
+"""Predicted bytes and collectives against the dry run, over runs that vary one thing at a time.
+
+    python benchmarks/bytes.py [--only TEXT] [--verbose] [--json]
+
+Goal: parameters, gradients and optimizer state to the byte; activations alone and peak within 2% on the mean and 5% at worst; the same
+collectives in kind, count, bytes and group. Exit 4 where a run misses it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+LLAMA = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 1408, "vocab": 4096}
+GPT = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 2048, "vocab": 4096, "gated": False, "activation": "gelu", "norm": "layernorm",
+       "norm_bias": True, "positions": "learned", "position_rows": 1024, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+       "fused_qkv": True, "tied_embeddings": True}
+SHORT = {"seq_len": 512, "micro_batch": 2}
+MEAN, WORST = 0.02, 0.05
+
+
+class Case(NamedTuple):
+    """A run to predict and to perform."""
+
+    name: str
+    given: dict[str, Any]
+
+
+def case(name: str, model: Any, gpus: int, strategy: str, recipe: dict[str, Any] | None = None, gpu: str = "h100_sxm",
+         **plan: Any) -> Case:
+    base = SHORT if isinstance(model, dict) else {"seq_len": 2048}
+    return Case(name, {"model": model, "cluster": {"gpu": gpu, "gpus": gpus}, "plan": {"strategy": strategy, **plan},
+                       "recipe": {**base, **(recipe or {})}})
+
+
+def cases() -> list[Case]:
+    """At least forty runs, six of them large; a name says what differs from its neighbours."""
+    cpu = "cpu_epyc_2core"
+    found = [
+        # one process
+        case("single llama fp32", LLAMA, 1, "single", {"precision": "fp32"}),
+        case("single llama autocast", LLAMA, 1, "single", {"precision": "bf16-mixed"}),
+        case("single llama bf16-pure", LLAMA, 1, "single", {"precision": "bf16-pure"}),
+        case("single llama fp16 scaled", LLAMA, 1, "single", {"precision": "fp16-mixed"}),
+        case("single gpt eager dropout", GPT, 1, "single", {"precision": "bf16-pure", "attention": "eager", "dropout": 0.1}),
+        case("single gpt sdpa dropout", GPT, 1, "single", {"precision": "bf16-mixed", "dropout": 0.1}),
+        case("single gpt full ckpt", GPT, 1, "single", {"precision": "bf16-mixed"}, checkpointing="full"),
+        case("single llama foreach", LLAMA, 1, "single", {"optimizer": "adamw:foreach", "micro_batch": 1, "seq_len": 64}),
+        case("single llama for-loop", LLAMA, 1, "single", {"optimizer": "adamw:for-loop", "micro_batch": 1, "seq_len": 64}),
+        case("single llama momentum", LLAMA, 1, "single", {"optimizer": "momentum:foreach"}),
+        case("single llama accumulate 4", LLAMA, 1, "single", {"grad_accum": 4}),
+        # one process, CPU kernels
+        case("single llama cpu fp32", LLAMA, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("single gpt cpu fp32", GPT, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("single llama cpu bf16", LLAMA, 1, "single", {"precision": "bf16-pure"}, gpu=cpu),
+        # losses
+        case("single llama loss bf16", LLAMA, 1, "single", {"precision": "bf16-pure", "loss": "bf16"}),
+        case("single llama loss chunked", LLAMA, 1, "single", {"precision": "bf16-pure", "loss": "chunked"}),
+        case("single llama loss fused", LLAMA, 1, "single", {"precision": "bf16-pure", "loss": "fused"}),
+        # DDP
+        case("ddp llama fp32 8", LLAMA, 8, "ddp", {"precision": "fp32"}),
+        case("ddp llama autocast 8", LLAMA, 8, "ddp"),
+        case("ddp gpt autocast 8 views", GPT, 8, "ddp", gradient_as_bucket_view=True),
+        case("ddp gpt small buckets 64", GPT, 64, "ddp", {"precision": "bf16-pure"}, bucket_mb=2),
+        case("ddp llama accumulate", LLAMA, 8, "ddp", {"grad_accum": 4}),
+        case("ddp llama accumulate, sync each", LLAMA, 8, "ddp", {"grad_accum": 4}, sync_each_micro_batch=True),
+        case("ddp llama full ckpt", LLAMA, 8, "ddp", {"micro_batch": 8}, checkpointing="full"),
+        case("ddp llama foreach sgd", LLAMA, 8, "ddp", {"optimizer": "sgd:foreach"}),
+        case("ddp cpu 2", LLAMA, 2, "ddp", {"precision": "fp32"}, gpu=cpu),
+        # ZeRO-1 and ZeRO-2
+        case("zero1 llama 4", LLAMA, 4, "zero1"),
+        case("zero1 gpt 8 bf16-pure", GPT, 8, "zero1", {"precision": "bf16-pure"}),
+        case("zero2 llama 4", LLAMA, 4, "zero2"),
+        case("zero2 gpt 8, 2 MB buckets", GPT, 8, "zero2", {"precision": "bf16-pure"}, bucket_mb=2),
+        case("zero2 llama accumulate", LLAMA, 8, "zero2", {"grad_accum": 2}),
+        case("zero2 llama foreach 16", LLAMA, 16, "zero2", {"optimizer": "adamw:foreach"}, bucket_mb=4),
+        # FSDP2
+        case("fsdp llama 8", LLAMA, 8, "fsdp"),
+        case("fsdp llama 8 fp32", LLAMA, 8, "fsdp", {"precision": "fp32"}),
+        case("fsdp gpt 8", GPT, 8, "fsdp"),
+        case("fsdp gpt 7, uneven shards", GPT, 7, "fsdp"),
+        case("fsdp llama 8 kept unsharded", LLAMA, 8, "fsdp", reshard_after_forward=False),
+        case("fsdp llama 8 full ckpt", LLAMA, 8, "fsdp", {"micro_batch": 8}, checkpointing="full"),
+        case("fsdp llama 8 groups of 2", LLAMA, 8, "fsdp", {"micro_batch": 8}, checkpointing="full:2"),
+        case("fsdp llama 8 every 2nd", LLAMA, 8, "fsdp", {"micro_batch": 8}, checkpointing="every:2"),
+        case("fsdp llama 8 accumulate", LLAMA, 8, "fsdp", {"grad_accum": 2}),
+        case("fsdp llama 8 accumulate, no sync", LLAMA, 8, "fsdp", {"grad_accum": 2}, sync_each_micro_batch=False),
+        case("fsdp llama 1024 chunked", LLAMA, 1024, "fsdp", {"loss": "chunked"}),
+        case("fsdp gpt 8 eager dropout", GPT, 8, "fsdp", {"attention": "eager", "dropout": 0.1}),
+        case("fsdp llama 8 bf16-pure foreach", LLAMA, 8, "fsdp", {"precision": "bf16-pure", "optimizer": "adamw:foreach", "micro_batch": 1}),
+        case("hsdp llama 16", LLAMA, 16, "hsdp"),
+        case("hsdp gpt 32 x 8 foreach", GPT, 256, "hsdp", {"optimizer": "adamw:foreach"}),
+        # named models
+        case("gpt2-small ddp 8", "gpt2-small", 8, "ddp", {"seq_len": 1024, "micro_batch": 4, "dropout": 0.1}),
+        case("gpt2-xl fsdp 8", "gpt2-xl", 8, "fsdp", {"seq_len": 1024}, checkpointing="full"),
+        case("llama-3-8b fsdp 8", "llama-3-8b", 8, "fsdp", {"seq_len": 8192}),
+        case("llama-3-8b fsdp 64 full ckpt", "llama-3-8b", 64, "fsdp", {"seq_len": 8192}, checkpointing="full"),
+        case("llama-3-8b fsdp 1024", "llama-3-8b", 1024, "fsdp", {"seq_len": 8192}),
+        case("llama-3-8b hsdp 256", "llama-3-8b", 256, "hsdp", {"seq_len": 4096, "loss": "chunked"}, checkpointing="full"),
+        case("llama-3-8b fsdp 16 foreach", "llama-3-8b", 16, "fsdp", {"seq_len": 2048, "optimizer": "adamw:foreach"}, checkpointing="full"),
+        case("llama-2-7b fsdp 8 bf16-pure", "llama-2-7b", 8, "fsdp", {"seq_len": 4096, "precision": "bf16-pure"}, checkpointing="every:2"),
+    ]
+    return found
+
+
+def judge(one: Case) -> tuple[Any, float]:
+    """The comparison of one run, and the seconds its dry run took."""
+    from costmodel import build_run, predict
+    from execute.compare import compare
+    from execute.dryrun import dry_run
+    run = build_run(**one.given)
+    predicted = predict(run)
+    start = time.perf_counter()
+    observed = dry_run(run)
+    return compare(predicted, observed), time.perf_counter() - start
+
+
+def line(name: str, c: Any) -> str:
+    """One run of the table: each state, activations, the peak and its split, the collectives."""
+    exact = " ".join("=" if c_row.difference == 0 else f"{c_row.predicted - c_row.observed:+d}" for c_row in c.rows if c_row.tolerance == 0.0)
+    split = " ".join(f"{r.name.removeprefix('at the peak: ')[:5]} {r.predicted - r.observed:+,}" for r in c.rows
+                     if r.name.startswith("at the peak") and r.predicted != r.observed)
+    sent = "=" if not c.missing and not c.surplus else f"-{sum(c.missing.values())}+{sum(c.surplus.values())}"
+    return (f"{name:<34} {exact:<12} {c.row('activations alone').difference:>+8.2%} {c.row('peak').difference:>+8.2%}  {sent:<8} {split}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--verbose", action="store_true", help="the whole comparison of each run")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    asked = parser.parse_args()
+    results: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    if not asked.json:
+        print(f"{'run':<34} {'states':<12} {'activ.':>8} {'peak':>8}  {'sent':<8} difference at the peak by category, bytes")
+    for one in cases():
+        if asked.only not in one.name:
+            continue
+        try:
+            results[one.name], seconds = judge(one)
+        except Exception as error:
+            errors[one.name] = f"{type(error).__name__}: {error}"
+            print(f"{one.name:<34} {errors[one.name][:200]}", file=sys.stderr)
+            continue
+        if not asked.json:
+            print(line(one.name, results[one.name]), f" {seconds:.1f}s" if seconds > 5 else "", flush=True)
+            if asked.verbose:
+                print(results[one.name].text())
+    figures = {name: [abs(c.row(name).difference) for c in results.values()] for name in ("activations alone", "peak")}
+    means = {name: sum(v) / len(v) if v else 0.0 for name, v in figures.items()}
+    worst = {name: max(v, default=0.0) for name, v in figures.items()}
+    exact = sum(all(r.within for r in c.rows if r.tolerance == 0.0) for c in results.values())
+    sent = sum(not c.missing and not c.surplus for c in results.values())
+    met = (not errors and exact == sent == len(results) and all(m <= MEAN for m in means.values()) and all(w <= WORST for w in worst.values()))
+    if asked.json:
+        print(json.dumps({"runs": {n: c.to_dict() for n, c in results.items()}, "errors": errors, "mean": means, "worst": worst, "met": met}))
+    else:
+        print(f"{len(results)} runs, {len(errors)} errors; states equal in {exact}, collectives equal in {sent}")
+        for name in figures:
+            print(f"{name}: mean {means[name]:.2%}, worst {worst[name]:.2%} (goal {MEAN:.0%} and {WORST:.0%})")
+    return 0 if met else 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())
