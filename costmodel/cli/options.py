@@ -142,7 +142,12 @@ class Given:
     def message(self, error: "PlanError") -> str:
         """The error as one line: where the value was written, the value, the rule, what works."""
         field = self._written_field(error.field)
-        about = subject(error) if field is None else self._subject(field, error.value)
+        if field is not None:
+            about = self._subject(field, error.value)
+        else:
+            is_table = isinstance(error.value, Mapping)
+            inside = next((path for path in self.origins if is_table and path.startswith(f"{error.field}.")), None)
+            about = subject(error) if inside is None else self._table(error.field, inside)
         by_flag = field is not None and self.origins[field].text.startswith("--") and not self.origins[field].text.startswith("--set")
         return f"{about}: {error.rule} {as_flags(error.fix) if by_flag else error.fix}"
 
@@ -157,6 +162,11 @@ class Given:
         if not last and field == "cluster":
             last = [name for name in self.origins if name == "cluster.name"]
         return last[0] if len(last) == 1 else None
+
+    def _table(self, field: str, inside: str) -> str:
+        """A table by one of the fields written inside it."""
+        origin = self.origins[inside]
+        return origin.text if origin.holds_value else origin.text.removesuffix(inside) + field
 
     def _subject(self, field: str, value: object) -> str:
         origin = self.origins[field]
@@ -257,7 +267,7 @@ def _assign(mapping: dict[str, Any], origins: dict[str, Origin], field: str, val
     for depth, key in enumerate(tables):
         below = inside.get(key)
         if not isinstance(below, dict):
-            below = {} if below is None else _table_of(".".join(tables[: depth + 1]), below)
+            below = {} if below is None else _table_of(".".join(tables[: depth + 1]), below, origin)
             inside[key] = below
         inside = below
     _forget(origins, field)
@@ -265,10 +275,10 @@ def _assign(mapping: dict[str, Any], origins: dict[str, Origin], field: str, val
     origins[field] = origin
 
 
-def _table_of(path: str, word: Any) -> dict[str, Any]:
+def _table_of(path: str, word: Any, origin: Origin) -> dict[str, Any]:
     key = "name" if path == "cluster" else "base"
     if path not in ("model", "cluster", "recipe.precision", "recipe.optimizer", "plan.checkpointing"):
-        raise InputError(f"{path} = {shown(word)}: it is a value, not a table of fields. Set {path} itself.")
+        raise InputError(f"{origin.text}: {path} = {shown(word)} is a value, not a table of fields. Use --set {path}=VALUE.")
     return {key: word}
 
 
@@ -309,7 +319,8 @@ def takes_run(command: Callable[Concatenate[Given, P], R]) -> Callable[..., R]:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    made = [_parameter("run", Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False, help="A run file: TOML, YAML or JSON.")])]
+    argument = typer.Argument(metavar="RUN", show_default=False, help="A run file: TOML, YAML or JSON.")
+    made = [_parameter("run", Annotated[Path | None, argument])]
     for flag in FLAGS:
         panel = _PANELS[flag.field.partition(".")[0]]
         if flag.kind == "switch":

@@ -7,6 +7,8 @@ from costmodel.render.units import count, duration, plural, rate, share, size
 from costmodel.report import CATEGORIES, Collective, MemoryReport, RoleReport, StepReport, TimeReport
 from costmodel.spec import Cluster, Plan, Recipe, Run
 
+PHASES = ("forward", "backward", "recompute", "reduce", "optimizer", "gather")
+"""The order in which phases are shown; others follow."""
 FRAMEWORKS = {"pytorch": "PyTorch", "deepspeed": "DeepSpeed", "megatron": "Megatron", "nanochat": "nanochat"}
 
 _STYLE: dict[str, Style] = {"fits": "green", "risky": "yellow", "does not fit": "red", "unknown": ""}
@@ -90,7 +92,7 @@ def _run(run: Run, profile: str, page: Page) -> None:
         ("ranks", _ranks(run.plan)),
         ("batch", _batch(run)),
         ("numbers", _numbers(run.recipe)),
-        ("optimizer", f"{run.recipe.optimizer.name}, {run.recipe.optimizer.implementation}; gradient clipping {run.recipe.clip_norm or 'off'}"),
+        ("optimizer", _optimizer(run.recipe)),
         ("kernels", _kernels(run)),
         ("checkpointing", _checkpointing(run.plan)),
         *([("profile", profile)] if profile else []),
@@ -132,6 +134,10 @@ def _numbers(r: Recipe) -> str:
              f"master copy {p.master}" if p.master else "no master copy", f"optimizer state {p.optimizer_state}"]
     parts += [word for word, on in (("autocast", p.autocast), ("loss scaling", p.loss_scaling), (f"fp8 {p.fp8_recipe}", p.fp8_recipe != "none")) if on]
     return f"{p.name}: " + ", ".join(parts)
+
+
+def _optimizer(r: Recipe) -> str:
+    return f"{r.optimizer.name}, {r.optimizer.implementation}; gradient clipping {r.clip_norm or 'off'}"
 
 
 def _kernels(run: Run) -> str:
@@ -193,7 +199,7 @@ def _memory(report: StepReport, role: RoleReport, memory: MemoryReport, page: Pa
         if at_peak or kept:
             rows.append([name.replace("_", " "), size(at_peak), share(at_peak, peak.total_bytes), size(kept) if kept else "-"])
     rows.append(["allocated", size(peak.total_bytes), share(1.0), size(sum(memory.states.values()))])
-    page.table(["category", "at the peak", "share", "kept between steps"], rows, "<>>>", bold_last=True)
+    page.table(["category", "at the peak", "share", "model state"], rows, "<>>>", bold_last=True)
     page.line()
     page.table(["phase", "peak", "at the moment of"], [[name, size(p.total_bytes), p.moment] for name, p in memory.phases.items()], "<><")
     page.line()
@@ -231,7 +237,9 @@ def _time(report: StepReport, role: RoleReport, time: TimeReport, page: Page) ->
         rows.append(("host", f"{duration(time.host_s)} to issue the work"))
     page.pairs(rows)
     page.line()
-    page.table(["phase", "time", "share"], [[k, duration(v), share(v, time.step_s)] for k, v in time.phases.items() if v], "<>>")
+    order = {name: i for i, name in enumerate(PHASES)}
+    phases = sorted(time.phases.items(), key=lambda kv: order.get(kv[0], len(order)))
+    page.table(["phase", "time", "share"], [[k, duration(v), share(v, time.step_s)] for k, v in phases if v], "<>>")
     page.line()
     parts = sorted(((k, v) for k, v in time.breakdown.items() if v > 0), key=lambda kv: -kv[1])
     bar = max(0, min(40, page.width - 50))
@@ -246,9 +254,11 @@ def _communication(report: StepReport, role: RoleReport, collectives: tuple[Coll
     if not collectives:
         page.line("none: nothing is exchanged between ranks", indent="  ")
         return
-    rows = [[f"{c.kind} {c.dtype}", f"{c.axis} {c.group}", c.phase, count(c.count), size(c.message_bytes), size(c.count * c.message_bytes),
-             duration(c.total_s)] for c in collectives]
-    page.table(["collective", "group", "phase", "count", "each", "all", "time"], rows, "<<<>>>>")
+    wide = page.width >= 100
+    header = ["collective", "group", "phase", "count", "each", *(["all"] if wide else []), "time"]
+    rows = [[f"{c.kind} {c.dtype}", f"{c.axis} {c.group}", c.phase, count(c.count), size(c.message_bytes),
+             *([size(c.count * c.message_bytes)] if wide else []), duration(c.total_s)] for c in collectives]
+    page.table(header, rows, "<<<" + ">" * (len(header) - 3))
     if time and total is not None:
         by_axis = "; ".join(f"{axis} {duration(s)}, exposed {duration(time.exposed_s.get(axis, 0.0))}" for axis, s in time.communication_s.items())
         page.line()

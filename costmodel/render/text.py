@@ -13,7 +13,8 @@ from typing import IO, Literal
 Style = Literal["bold", "dim", "red", "yellow", "green", ""]
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "yellow": "1;33", "green": "1;32"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-Align = Literal["<", ">"]
+NARROW = 28
+"""Columns below which wrapped text is hard to read."""
 
 
 def wants_colour(stream: IO[str]) -> bool:
@@ -71,23 +72,29 @@ class Page:
                 self.lines.append(f"  {(label if j == 0 else '').ljust(label_width)}  {self.styled(part, style)}".rstrip())
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", bold_last: bool = False) -> None:
-        """Columns as wide as their cells; the last one wraps where the line would be too long. align: one of < > a column."""
+        """Columns as wide as their cells; align: one of < > a column.
+
+        The last column wraps where the line would be too long, and moves below its row where it would be very narrow.
+        """
         if not rows:
             return
         align = align or "<" * len(header)
         last = len(header) - 1
         widths = [max(len(r[i]) for r in [header, *rows]) for i in range(last + 1)]
-        gap = "  " if 2 + sum(widths) + 2 * last <= self.width else " "
-        used = 2 + sum(widths[:-1]) + len(gap) * last
-        widths[last] = min(widths[last], max(12, self.width - used))
+        gap = "  " if 2 + sum(widths) + 2 * last <= self.width or widths[last] > NARROW else " "
+        room = self.width - 2 - sum(widths[:-1]) - len(gap) * last
+        below = room < min(widths[last], NARROW)
+        widths[last] = min(widths[last], self.width - 6 if below else max(room, 1))
         for n, row in enumerate([header, *rows]):
             style: Style = "dim" if n == 0 else "bold" if bold_last and n == len(rows) else ""
-            parts = textwrap.wrap(row[last], widths[last], break_on_hyphens=False) or [""]
             cells = [_cell(row[i], widths[i], align[i]) for i in range(last)]
-            blank = [" " * widths[i] for i in range(last)]
-            for j, part in enumerate(parts):
-                text = "  " + gap.join([*(cells if j == 0 else blank), _cell(part, widths[last], align[last])])
-                self.lines.append(self.styled(text.rstrip(), style))
+            parts = textwrap.wrap(row[last], widths[last], break_on_hyphens=False) or [""]
+            if below:
+                lines = [gap.join(cells), *(f"    {part}" for part in parts if part)]
+            else:
+                blank = [" " * widths[i] for i in range(last)]
+                lines = [gap.join([*(cells if j == 0 else blank), _cell(part, widths[last], align[last])]) for j, part in enumerate(parts)]
+            self.lines += [self.styled(f"  {line}".rstrip(), style) for line in lines]
 
 
 def _cell(text: str, width: int, align: str) -> str:

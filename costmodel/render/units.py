@@ -7,7 +7,8 @@ def size(n_bytes: float | None) -> str:
         return "not known"
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(n_bytes) >= scale * 0.9995:
-            return f"{n_bytes / scale:,.2f} {unit}" if abs(n_bytes) < 100 * scale else f"{n_bytes / scale:,.1f} {unit}"
+            value = n_bytes / scale
+            return f"{value:,.{2 if abs(value) < 99.995 else 1 if abs(value) < 999.95 else 0}f} {unit}"
     return f"{n_bytes:.0f} B"
 
 
