@@ -1,0 +1,180 @@
+"""Write what the pages take from the code: the field tables of docs/run.md and docs/report.md, the example of README.md.
+
+    python docs/generate.py
+
+A table stands between `<!-- table: Name -->` and `<!-- end -->`, a command's output between `<!-- output: arguments -->` and
+`<!-- end -->`; the text around them is written by hand. A test holds that the files are what this writes.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+
+MEANINGS = {
+    "Model.name": "Name, for people.", "Model.layers": "Transformer layers.", "Model.hidden": "Width of the residual stream.",
+    "Model.heads": "Attention (query) heads.", "Model.activation": "Non-linearity of the feed-forward block.",
+    "Model.tied_embeddings": "The output head is the embedding table.", "Model.norm": "Kind of normalisation.",
+    "Model.norm_bias": "Norms have a bias.", "Model.norm_placement": "Norms before, after, or around a block.",
+    "Model.final_norm": "A norm before the head.", "Model.embedding_norm": "A norm after the embedding.",
+    "Model.positions": "How positions enter.", "Model.rotary_fraction": "Part of a head that rotates.",
+    "Model.qkv_bias": "Query, key and value projections have biases.", "Model.attention_out_bias": "The attention output has a bias.",
+    "Model.mlp_bias": "Feed-forward projections have biases.", "Model.head_bias": "The output head has a bias.",
+    "Model.qk_norm": "Norm of queries and keys.", "Model.attention_sinks": "One learned sink per head.",
+    "Model.parallel_residual": "Attention and feed-forward read the same input.",
+    "Model.attention_pattern": "Which layers see a window.", "Model.moe": "Routed experts; absent in a dense model.",
+    "Model.mla": "Latent attention; absent otherwise.", "Model.extra_params_note": "What the extra parameters are.",
+    "MoE.shared_experts": "Experts every token uses.", "MoE.router_bias": "The router has a bias.", "MoE.expert_bias": "Experts have biases.",
+    "MLA.kv_lora_rank": "Rank of the shared key and value projection.", "MLA.qk_nope_head_dim": "Head size without rotary.",
+    "MLA.qk_rope_head_dim": "Head size with rotary.", "MLA.v_head_dim": "Head size of values.",
+    "Accelerator.name": "Name in the catalogue.", "Accelerator.vendor": "Who makes it.", "Accelerator.kind": "Which software stack runs it.",
+    "Accelerator.architecture": "Generation.", "Accelerator.memory_bytes_per_s": "Memory bandwidth.", "Accelerator.l2_bytes": "L2 cache.",
+    "Accelerator.link": "Kind of scale-up link.", "Accelerator.pcie_bytes_per_s": "Host link, one way.", "Accelerator.tdp_w": "Power limit.",
+    "Accelerator.confidence": "How the figures were found.", "Accelerator.source": "Where.",
+    "Level.name": "Name of the level.", "Level.kind": "Kind of link.", "Level.switch_reduces": "The switch can reduce.",
+    "Cluster.name": "Node type.", "Cluster.accelerator": "The device.", "Cluster.gpus_per_node": "GPUs of one node.",
+    "Cluster.levels": "Topology, innermost first.",
+    "Checkpointing.mode": "What is recomputed in backward.",
+    "Plan.framework": "Dialect: same idea, other buffers, dtypes and collectives.", "Plan.tp": "Tensor-parallel degree.",
+    "Plan.sequence_parallel": "Activations outside the tp regions split by sequence over tp.", "Plan.tp_overlap": "How tp's communication overlaps.",
+    "Plan.pp": "Pipeline stages.", "Plan.schedule": "Order of micro-batches on each stage.",
+    "Plan.virtual_stages": "Model chunks per pipeline rank.", "Plan.cp": "Context-parallel degree.", "Plan.cp_kind": "How keys and values travel.",
+    "Plan.ep": "Expert-parallel degree; divides dp_shard x cp.", "Plan.ep_overlap": "Expert all-to-alls overlap compute.",
+    "Plan.checkpointing": "Activation checkpointing; a word (`full:4`) or the table below.",
+    "Plan.activation_offload": "Saved activations live in host memory.",
+    "Plan.gradient_as_bucket_view": "DDP's gradients are views of its buckets.",
+    "Plan.backward_prefetch": "FSDP gathers the next layer during backward.",
+    "Recipe.seq_len": "Tokens in a sequence.", "Recipe.precision": "A word (`bf16-mixed`) or the table below.",
+    "Recipe.optimizer": "A word (`adamw:foreach`) or the table below.", "Recipe.attention": "Attention kernel.",
+    "Recipe.loss": "How the loss is computed, which decides the bytes per logit.", "Recipe.causal": "Attention is causal.",
+    "Recipe.dropout": "Dropout probability.", "Recipe.cuda_graphs": "Kernels are replayed from CUDA graphs.",
+    "Recipe.allocator": "`expandable`: expandable segments.", "Recipe.zero_set_to_none": "Gradients are freed after the step.",
+    "Recipe.token_dtype": "dtype of token ids.", "Recipe.warmup_steps": "Steps of linear warm-up.", "Recipe.schedule": "Learning-rate schedule.",
+    "Precision.name": "Name, for people.", "Precision.parameter": "dtype the module holds and gathers from.",
+    "Precision.compute": "dtype that kernels see.", "Precision.optimizer_state": "dtype of the optimizer's states.",
+    "Precision.loss_scaling": "The loss is scaled against underflow.", "Precision.fp8_recipe": "How fp8 tensors are scaled.",
+    "OptimizerSpec.name": "Update rule.", "OptimizerSpec.implementation": "Which kernels run it.", "OptimizerSpec.lr": "Learning rate.",
+    "OptimizerSpec.betas": "Decay of Adam's moments.", "OptimizerSpec.eps": "Adam's ε.", "OptimizerSpec.weight_decay": "Weight decay.",
+    "OptimizerSpec.momentum": "Momentum of SGD and Muon.",
+    "Peak.total_bytes": "Bytes at that moment.", "Peak.moment": "When it is, in words.", "Peak.by_category": "Its split; sums to total_bytes.",
+    "MemoryReport.capacity_bytes": "What the device offers to programs.",
+    "MemoryReport.verdict": "`fits`, `risky`, `does not fit` or `unknown`.",
+    "MemoryReport.headroom_bytes": "Capacity less need; negative where it does not fit.",
+    "Collective.phase": "Part of the step.", "Collective.axis": "Axis of the mesh.",
+    "Collective.kind": "all-reduce, all-gather, reduce-scatter, …", "Collective.group": "Ranks that take part.",
+    "Collective.count": "How many in a step.", "Collective.in_bytes": "Input of one rank, each.", "Collective.out_bytes": "Output of one rank, each.",
+    "Collective.message_bytes": "Message, each: the full tensor for all-gather and reduce-scatter.", "Collective.dtype": "dtype on the wire.",
+    "Collective.total_s": "Seconds of all of them.",
+    "TimeReport.step_s": "Seconds of one optimizer step.", "TimeReport.bubble_s": "Seconds idle because of the pipeline schedule.",
+    "RoleReport.role": "Name of the role.", "RoleReport.ranks": "How many ranks play it.", "RoleReport.example_rank": "One of them.",
+    "RoleReport.memory": "Its memory.", "RoleReport.time": "Its time.", "RoleReport.collectives": "What it sends in a step.",
+    "Scaling.baseline_step_s": "Seconds of a step of the one GPU.", "Scaling.baseline_fits": "Whether that step would fit in its memory.",
+    "StepReport.provenance": "`predicted`, `dryrun`, `solo`, `run` or `published`.", "StepReport.roles": "One entry per rank role.",
+    "StepReport.world_size": "Ranks of the job.", "StepReport.tokens_per_step": "Tokens of one optimizer step over all ranks.",
+    "StepReport.scaling": "Efficiency against one GPU.", "StepReport.bound_by": "What bounds the step, in words.",
+    "StepReport.basis": "How sure each kind of figure is: `exact`, `modelled`, `fitted` or `guess`.",
+}
+"""What a field means, where the type itself does not say it."""
+
+
+def types() -> dict[str, type]:
+    """The described types by name."""
+    from costmodel import report, spec
+    found = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
+             spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.Peak, report.TimeReport, report.Collective,
+             report.Scaling]
+    return {kind.__name__: kind for kind in found}
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """The string below each field of a class."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for field, below in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[union-attr]
+    return found
+
+
+def annotations(kind: type) -> dict[str, str]:
+    """The type of each field as its source has it, Literal choices spelt out."""
+    import typing
+    module = sys.modules[kind.__module__]
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for field in body:
+        if isinstance(field, ast.AnnAssign):
+            text = ast.unparse(field.annotation)
+            alias = getattr(module, text, None)
+            if typing.get_origin(alias) is typing.Literal:
+                text = ", ".join(str(a) for a in typing.get_args(alias))
+            text = re.sub(r"Literal\[([^\]]*)\]", lambda m: m[1].replace("'", ""), text)
+            for word, plain in (("PositiveInt", "int > 0"), ("NonNegativeFloat", "float >= 0"), ("PositiveFloat", "float > 0")):
+                text = text.replace(word, plain)
+            found[field.target.id] = text  # type: ignore[union-attr]
+    return found
+
+
+def default_of(kind: type, name: str) -> str:
+    """A field's default as a file has it; "needed" where there is none."""
+    value: Any
+    if dataclasses.is_dataclass(kind):
+        return ""
+    info = kind.model_fields[name]  # type: ignore[attr-defined]
+    if info.is_required():
+        return "needed"
+    value = info.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if hasattr(value, "model_dump"):
+        return "its defaults"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def table(kind: type) -> str:
+    """The markdown table of a type's fields."""
+    said, kinds = docstrings(kind), annotations(kind)
+    is_report = dataclasses.is_dataclass(kind)
+    names = [f.name for f in dataclasses.fields(kind)] if is_report else list(kind.model_fields)  # type: ignore[attr-defined]
+    lines = ["| field | type | meaning |", "|---|---|---|"] if is_report else ["| field | takes | default | meaning |", "|---|---|---|---|"]
+    for name in names:
+        key = f"{kind.__name__}.{name}"
+        meaning = said.get(name) or MEANINGS[key]
+        cells = [f"`{name}`", kinds[name], *([] if is_report else [default_of(kind, name)]), meaning]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def output(arguments: str) -> str:
+    """What `costmodel ARGUMENTS` prints on 80 columns."""
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run([sys.executable, "-m", "costmodel", *shlex.split(arguments)], capture_output=True, text=True, check=True, env=environment)
+    return f"```text\n{done.stdout.rstrip()}\n```"
+
+
+def filled(text: str) -> str:
+    """A page with its tables and outputs as the code has them now."""
+    known = types()
+    text = re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table(known[m[2]])}\n{m[3]}", text, flags=re.DOTALL)
+    return re.sub(r"(<!-- output: (.*?) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{output(m[2])}\n{m[3]}", text, flags=re.DOTALL)
+
+
+PAGES = ("docs/run.md", "docs/report.md", "README.md")
+
+if __name__ == "__main__":
+    for page in PAGES:
+        path = DOCS.parent / page
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {path}")
