@@ -45,7 +45,6 @@ def dryrun(run: Annotated[str, typer.Argument(help="A run file (TOML), or - for 
         typer.echo(f"--against {against}: only predict is known.", err=True)
         raise typer.Exit(2)
     from costmodel.predict import predict
-
     from execute.compare import compare
     comparison = compare(predict(described), report)
     typer.echo(json.dumps(comparison.to_dict(), indent=2) if as_json else comparison.text())

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "all_gather", "bucket_assignment",
-           "ddp_bucket_caps", "fake_world", "fsdp_groups", "inner_tensors", "materialise", "reduce_scatter", "watch_fsdp",
+           "ddp_bucket_caps", "engine_would_add_in_place", "fake_world", "fsdp_groups", "inner_tensors", "materialise", "reduce_scatter", "watch_fsdp",
            "watch_resize", "watch_sharding_propagation"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
@@ -167,3 +167,22 @@ def reduce_scatter(mine: Tensor, full: Tensor, op: Any = dist.ReduceOp.SUM, grou
     """dist.reduce_scatter_tensor, which newer versions call reduce_scatter_single."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(mine, full, op=op, group=group, async_op=async_op)
+
+
+SEEN_FROM_DISPATCH = 4, 2
+"""References to a tensor and to its storage, read inside __torch_dispatch__, when the engine's buffer holds the only real one."""
+
+
+def engine_would_add_in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether autograd's engine is adding a second gradient to one that it alone holds: then it adds in place.
+
+    It does so for plain tensors only, so a dispatch mode or a fake tensor changes what is allocated.
+    Source: torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
+    """
+    if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2 or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return False
+    old, new = args
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    held = old._use_count(), torch._C._storage_Use_Count(old.untyped_storage()._cdata)
+    return held == SEEN_FROM_DISPATCH and torch.ops.aten.is_non_overlapping_and_dense(old)

@@ -1,7 +1,8 @@
 """The storage tracker: every tensor storage from its birth to its death, each with one category, on fake or real tensors.
 
 A TorchDispatchMode sees every operation and a weak reference sees every storage die, so the sum of the living is what an allocator
-would call allocated, without rounding. A storage has one category for its whole life, given when it is known what became of it:
+would call allocated, without rounding. Where autograd would add two gradients in place if nobody watched (it does not under a dispatch
+mode, nor for fake tensors), the tracker adds in place. A storage has one category for its whole life, given when it is known what became of it:
 
     parameters      what the model's parameters (their local shards) live in
     gradients       what a parameter's .grad lives in when a backward ends
@@ -110,6 +111,8 @@ class StorageTracker(compat.TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace in NAMESPACES:
             self.op = name
+        if compat.engine_would_add_in_place(func, args, kwargs):
+            func = torch.ops.aten.add_.Tensor
         out = func(*args, **(kwargs or {}))
         for listener in self._listeners:
             listener(self, func, args, kwargs or {}, out)
