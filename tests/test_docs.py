@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -56,3 +58,12 @@ def test_ci_runs_the_readmes_test_command() -> None:
 def test_nothing_says_pip_install_costmodel() -> None:
     for name in TEXTS:
         assert "pip install costmodel" not in read(name)
+
+
+def test_every_script_is_a_command_and_not_an_empty_callback() -> None:
+    scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
+    for name, target in scripts.items():
+        module, _, entry = target.partition(":")
+        code = f"import sys; sys.argv = [{name!r}, '--help']; from {module} import {entry}; {entry}()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (done.returncode, "Usage:" in done.stdout) == (0, True), done.stderr
