@@ -405,7 +405,7 @@ def optimizer_word(word: str) -> OptimizerSpec:
         raise PlanError("recipe.optimizer", word, "is not an optimizer of the catalogue.",
                         f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(OPTIMIZER_WORDS)}.")
     try:
-        return OptimizerSpec.model_validate({"name": name, "implementation": implementation or "fused"})
+        return OptimizerSpec.model_validate({"name": name, "implementation": implementation or ("foreach" if name in ("sgd", "momentum") else "fused")})
     except ValidationError:
         raise PlanError("recipe.optimizer", word, "names no implementation.", "Use adamw:fused, adamw:foreach or adamw:for-loop.") from None
 

@@ -197,7 +197,8 @@ class Builder:
             if not chk:
                 parts.append((self._backward_block(first, micro, variant), n))
             elif self.group == 1:
-                again, back = self._recompute_block(first, micro, True, variant), self._backward_block(first, micro, variant, after=True, entry=True)
+                again = self._recompute_block(first, micro, variant, (first, first))
+                back = self._backward_block(first, micro, variant, (first, first))
                 parts.append((Seq(((again, 1), (back, 1))), n) if n > 1 else (again, 1))
                 if n == 1:
                     parts.append((back, 1))
@@ -205,27 +206,34 @@ class Builder:
             starts = range(0, self.layers, self.group)
             for start in reversed(starts):
                 members = range(start, min(start + self.group, self.layers))
-                parts += [(self._recompute_block(i, micro, i == members[-1], variants[i], inside=i > start), 1) for i in members]
-                parts += [(self._backward_block(i, micro, variants[i], after=True, entry=i == start), 1) for i in reversed(members)]
+                span = start, members[-1]
+                parts += [(self._recompute_block(i, micro, variants[i], span), 1) for i in members]
+                parts += [(self._backward_block(i, micro, variants[i], span), 1) for i in reversed(members)]
         return parts
 
-    def _recompute_block(self, index: int, micro: str, last: bool, variant: object, *, inside: bool = False) -> Block:
-        """Forward again, saving this time; the last layer of a checkpoint stops early."""
-        drop = inside and not self._saves_entry(LAYER)
-        key = ("recompute", micro, last, drop, variant)
+    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Block:
+        """A layer of the checkpoint `span` (its first and last layer) runs forward again, saving; the last one stops early."""
+        first, last = span
+        drop = index > first and not self._saves_entry(LAYER)
+        key = ("recompute", micro, drop, variant, *self._place(index, span))
         if key not in self.blocks:
-            stop = self.unit[LAYER].tape.recompute_until if last else None
+            stop = self.unit[LAYER].tape.recompute_until if index == last else None
             ops = self._forward_ops(LAYER, save=True, drop=drop, until=stop)
-            self.block(key, "layer", "recompute", [*self.strategy.before_backward(LAYER, index, micro), *ops])
+            self.block(key, "layer", "recompute", [*self.strategy.before_recompute(index, micro, first, last), *ops])
         return self.blocks[key]
 
-    def _backward_block(self, index: int, micro: str, variant: object, *, after: bool = False, entry: bool = False) -> Block:
-        """Backward of a layer; `after` its recompute it is gathered already, and the checkpoint's input (`entry`) goes with it."""
+    def _place(self, index: int, span: tuple[int, int]) -> tuple[bool, ...]:
+        """Where a layer stands in its checkpoint, and its checkpoint in the model."""
+        first, last = span
+        return index == first, index == last, index == last - 1, first == 0, last == self.layers - 1
+
+    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Block:
+        """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
         s, u = self.strategy, self.unit[LAYER]
-        release = entry and not self._saves_entry(LAYER)
-        key = ("backward", micro, after, release, variant)
+        release = span is not None and index == span[0] and not self._saves_entry(LAYER)
+        key = ("backward", micro, release, variant, *(self._place(index, span) if span else ()))
         if key not in self.blocks:
-            ops = [] if after else s.before_backward(LAYER, index, micro)
+            ops = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
             ops = [*ops, *self._with_gradients(LAYER, index, micro)]
             if release and u.entry is not None:
                 ops.append(Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)))

@@ -30,7 +30,6 @@ class Numbers:
     """dtype of the gradient that autograd accumulates: that of the parameter as the module sees it."""
     autocast: bool
     compiled: bool
-    fused_norm: bool
     attention: str
     dropout: float
     graphs: bool
@@ -48,7 +47,7 @@ def numbers_of(run: Run) -> Numbers:
     seen = p.parameter if p.autocast else compute
     return Numbers(table=table, act=compute, residual="fp32" if p.autocast else compute, weight=compute,
                    param=seen, autocast=p.autocast and compute != p.parameter, compiled=r.compile,
-                   fused_norm=r.fused_norm and table == "cuda", attention=attention, dropout=r.dropout, graphs=r.cuda_graphs,
+                   attention=attention, dropout=r.dropout, graphs=r.cuda_graphs,
                    mask_bytes=1 if table == "cuda" else DTYPE_BYTES[compute])
 
 
@@ -109,7 +108,8 @@ class Walk:
             backs.append(self._cast_back(weight))
         if bias:
             b = Param(f"{name}.bias", (out,))
-            backs.append(Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
+            at = len(backs) if n.autocast else 1
+            backs.insert(at, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
             if n.autocast:
                 backs.append(self._cast_back(b))
         tape.record(name, "matmul", (source,), (y,), saved=(source,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
@@ -141,37 +141,37 @@ class Walk:
     def norm(self, x: Value, name: str, width: int) -> Value:
         """LayerNorm or RMSNorm over the last dim.
 
-        CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row; composed from elementary ops, or on
-        the CPU in low precision, RMSNorm saves the fp32 input and the fp32 normalised value.
+        CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row. Written out in elementary ops
+        (fused_norm = false) it saves an fp32 copy of the input and the normalised value; so does the CPU's RMSNorm, both in fp32.
         """
-        model, n, tape = self.run.model, self.n, self.tape
+        model, r, n, tape = self.run.model, self.run.recipe, self.n, self.tape
         rows = x.numel // width
         weight, bias = Param(f"{name}.weight", (width,)), Param(f"{name}.bias", (width,))
         layer = model.norm == "layernorm"
         y = tape.value(f"{name}.out", x.numel, x.dtype)
         ebytes = x.ebytes
-        backs = [Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=1 if layer or n.fused_norm else 6)]
+        backs = [Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=1 if (layer or n.table == "cuda") and r.fused_norm else 6)]
         if model.norm != "rmsnorm_no_weight":
             backs.append(Back("wgrad", "memory", weight, nbytes=2.0 * x.nbytes, dtype=self._norm_param()))
             if model.norm_bias:
                 backs.append(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=self._norm_param()))
-        if layer:
-            stats = (Tensor(f"{name}.mean", "activations", rows * 4), Tensor(f"{name}.rstd", "activations", rows * 4)) \
-                if n.table == "cuda" else (Tensor(f"{name}.mean", "activations", rows * ebytes), Tensor(f"{name}.rstd", "activations", rows * ebytes))
+        fp32_rows = Tensor(f"{name}.rstd", "activations", rows * 4)
+        wide = x.numel * 4
+        if not r.fused_norm and not n.compiled:
+            widened = (Tensor(f"{name}.input.fp32", "activations", wide),) if layer or ebytes != 4 else ()
+            normed = () if model.norm == "rmsnorm_no_weight" else (Tensor(f"{name}.normed", "activations", x.nbytes),)
+            tape.record(name, "memory", (x,), (y,), saved=() if widened else (x,), extra=(fp32_rows, *widened, *normed), backs=tuple(backs),
+                        nbytes=2.0 * x.nbytes + 6.0 * wide, dtype=x.dtype, kernels=7)
+        elif layer:
+            stat = rows * (4 if n.table == "cuda" else ebytes)
+            stats = (Tensor(f"{name}.mean", "activations", stat), Tensor(f"{name}.rstd", "activations", stat))
             tape.record(name, "memory", (x,), (y,), saved=(x,), extra=stats, backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
-        elif n.fused_norm or n.compiled:
-            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(Tensor(f"{name}.rstd", "activations", rows * 4),),
-                        backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+        elif n.table == "cuda":
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(fp32_rows,), backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
         else:
-            wide = x.numel * 4
-            extra = (Tensor(f"{name}.rstd", "activations", rows * 4), Tensor(f"{name}.mean_square", "activations", rows * 4),
-                     Tensor(f"{name}.normed", "activations", wide))
-            keep: tuple[Value, ...] = (x,) if ebytes == 4 else ()
-            if ebytes != 4:
-                extra += (Tensor(f"{name}.input.fp32", "activations", wide),)
-            if model.norm == "rmsnorm_no_weight":
-                extra = tuple(t for t in extra if not t.name.endswith(".normed"))
-            tape.record(name, "memory", (x,), (y,), saved=keep, extra=extra, backs=tuple(backs),
+            widened = (Tensor(f"{name}.input.fp32", "activations", wide),) if ebytes != 4 else ()
+            normed = () if model.norm == "rmsnorm_no_weight" else (Tensor(f"{name}.normed", "activations", wide),)
+            tape.record(name, "memory", (x,), (y,), saved=() if widened else (x,), extra=(fp32_rows, *widened, *normed), backs=tuple(backs),
                         nbytes=2.0 * x.nbytes + 6.0 * wide, dtype=x.dtype, kernels=6)
         return y
 
@@ -560,7 +560,7 @@ def _fused_loss(w: Walk, y: Value) -> Value:
     kept = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations", weight.numel * e))
     moved = float(e * (w.tokens * m.hidden * 2 + chunks * weight.numel * 3 + 6 * w.tokens * m.vocab))
     low = weight.numel * e if n.autocast else 0
-    backs = [Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]
+    backs = [Back("release", "memory", kernels=0, release=True), Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]
     if n.autocast:
         backs.append(w._cast_back(weight))
     else:

@@ -54,6 +54,8 @@ class Back(NamedTuple):
     alias: bool = False
     temp_bytes: int = 0
     comm: Comm | None = None
+    release: bool = False
+    """Only frees what the node kept for backward, which what follows re-uses in place."""
 
 
 class Node(NamedTuple):
@@ -186,7 +188,8 @@ class Tape:
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
             out_grads = [grads.pop(id(v)) for v in node.outputs if id(v) in grads]
-            frees: list[Tensor] = list(node.extra)
+            frees: list[Tensor] = []
+            kept = node.extra
             for v in dict.fromkeys(node.saved):
                 remaining[id(v)] -= node.saved.count(v)
                 if remaining[id(v)] == 0 and (not v.outside or (free_entry and v is entry)):
@@ -194,6 +197,10 @@ class Tape:
             last = len(ops)
             meetings: list[Op] = []
             for back in node.backs:
+                if back.release:
+                    ops.append(Op(f"{node.name}.{back.name}", "host", kernels=0, frees=kept))
+                    kept = ()
+                    continue
                 ready: GradReady | None = None
                 allocs: list[Tensor] = []
                 temp: tuple[Tensor, ...] = ()
@@ -230,6 +237,7 @@ class Tape:
                 source.refs -= 1
                 if source.refs == 0:
                     frees.append(Tensor(source.name, "temporaries", source.nbytes))
+            frees += kept
             if frees:
                 _free_after(ops, last, frees, node.name)
             ops.extend(meetings)

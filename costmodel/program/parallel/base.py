@@ -109,6 +109,14 @@ class Strategy:
     def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         return []
 
+    def before_recompute(self, index: int, micro: str, first: int, last: int) -> list[Op]:
+        """Before a layer of the checkpoint `first`..`last` runs forward again."""
+        return self.before_backward(LAYER, index, micro)
+
+    def before_recomputed_backward(self, index: int, micro: str, first: int, last: int) -> list[Op]:
+        """Before the backward of a layer that was just computed again."""
+        return []
+
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         return []
 

@@ -25,12 +25,14 @@ class Flush(NamedTuple):
     """Bytes of the bucket before it; 0 for the first."""
 
 
-def arrival_order(params: tuple[Param, ...]) -> list[Param]:
-    """Parameters of a unit in the order in which backward finishes their gradients: modules in reverse, within one the weight first."""
+def arrival_order(params: tuple[Param, ...], *, autocast: bool = False) -> list[Param]:
+    """Parameters of a unit in the order in which backward finishes their gradients: modules in reverse; of a linear layer the
+    bias before the weight, whose gradient passes through a transpose (under autocast both pass through a cast, the weight first);
+    of a norm the weight first."""
     groups: dict[str, list[Param]] = {}
     for p in params:
         groups.setdefault(p.name.rsplit(".", 1)[0], []).append(p)
-    return [p for name in reversed(list(groups)) for p in groups[name]]
+    return [p for name in reversed(list(groups)) for p in (reversed(groups[name]) if len(groups[name][0].shape) > 1 and not autocast else groups[name])]
 
 
 class Buckets:
@@ -40,12 +42,14 @@ class Buckets:
     in the order of arrival (DDP's rebuilt buckets), else in the reverse order of registration.
     """
 
-    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, *, by_arrival: bool = True) -> None:
+    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, *, by_arrival: bool = True,
+                 autocast: bool = False) -> None:
         self.flush: dict[tuple[str, int], dict[str, Flush]] = {}
         self.sizes: list[int] = []
         size, limit = 0, first_cap
         last: tuple[str, int, str] | None = None
-        for unit, index, params in self._units(inventory, by_arrival):
+        last_rank = -1
+        for unit, index, params in self._units(inventory, by_arrival, autocast):
             for p, rank in params:
                 size += p.numel * element
                 if last is None or (unit, index) != last[:2] or rank > last_rank:
@@ -59,10 +63,10 @@ class Buckets:
         """What completes in each layer: a key that is equal for layers that send alike."""
 
     @staticmethod
-    def _units(inventory: Inventory, by_arrival: bool) -> list[tuple[str, int, list[tuple[Param, int]]]]:
+    def _units(inventory: Inventory, by_arrival: bool, autocast: bool) -> list[tuple[str, int, list[tuple[Param, int]]]]:
         """(unit, index, its parameters with their place in the order of arrival), last unit first."""
         def walk(params: tuple[Param, ...]) -> list[tuple[Param, int]]:
-            arrival = arrival_order(params)
+            arrival = arrival_order(params, autocast=autocast)
             place = {p.name: i for i, p in enumerate(arrival)}
             return [(p, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
 
@@ -85,7 +89,8 @@ class DDP(Strategy):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes)
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes,
+                               autocast=numbers.autocast)
         self.group = run.plan.dp * run.plan.cp
         self.view = run.plan.gradient_as_bucket_view
 

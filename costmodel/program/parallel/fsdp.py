@@ -7,13 +7,15 @@ from forward to the end of backward. Sends 3Ψ elements per micro-batch (2Ψ wit
 gradient shard over dp_replicate. Source: torch/distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py), 2.13.
 """
 
+from collections.abc import Iterator
+
 from costmodel.program.inventory import Inventory, UnitParams, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
 from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.tape import GradReady
-from costmodel.spec import Run
+from costmodel.spec import PlanError, Run
 
 ROOT = "root"
 
@@ -38,6 +40,11 @@ class FSDP(Strategy):
         self.shard = {name: g.sharded_numel(self.n) for name, g in self.groups.items()}
         self.local = {name: sum(_local(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
                       for name, g in self.groups.items()}
+
+    def refusals(self) -> Iterator[PlanError]:
+        o = self.recipe.optimizer
+        if o.name in ("sgd", "momentum") and o.implementation == "fused":
+            yield PlanError("recipe.optimizer", f"{o.name}:fused", "PyTorch's fused SGD takes no sharded (DTensor) parameters.", f"Use {o.name}:foreach.")
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
@@ -152,6 +159,26 @@ class FSDP(Strategy):
         if self.plan.backward_prefetch and index > 0:
             ops += self._gather(LAYER, "gather")
         return ops
+
+    def before_recompute(self, index: int, micro: str, first: int, last: int) -> list[Op]:
+        """A checkpointed group: its last layer's pre-backward comes first, then each layer gathers as in forward, but keeps its
+        parameters; its gather buffer goes when it has run."""
+        if first == last or not self.reshard:
+            return super().before_recompute(index, micro, first, last)
+        ops = self.before_backward(LAYER, last, micro) if index == first else []
+        if index > first and self.n > 1:
+            ops.append(Op("fsdp.recomputed", "host", kernels=0, frees=(self._buffer(LAYER),)))
+        if index == last:
+            return ops
+        prefetched = index == last - 1 and self.plan.backward_prefetch
+        ops += [] if prefetched else self._gather(LAYER, "gather")
+        return [*ops, *self._copy_out(LAYER, "gather", ()), self._record("copied")]
+
+    def before_recomputed_backward(self, index: int, micro: str, first: int, last: int) -> list[Op]:
+        """The first layer of a group prefetches the last one of the group before it."""
+        if first == last or index > first or index == 0 or not (self.reshard and self.plan.backward_prefetch):
+            return []
+        return self._gather(LAYER, "gather")
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """Autograd leaves the unsharded gradient in the compute dtype; the layer's post-backward takes it."""

@@ -88,7 +88,8 @@ class Zero2(Strategy):
         super().__init__(run, numbers, inventory)
         self.group = run.plan.state_shards
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, by_arrival=False)
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, by_arrival=False,
+                               autocast=numbers.autocast)
         element = element_bytes(self.dtype)
         self.shards = [-(-(size // element) // self.group) for size in self.buckets.sizes]
         self.local = sum(self.shards)
@@ -162,7 +163,7 @@ class Zero2(Strategy):
         u = self.update(role)
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.group > 1:
-            ops.insert(1, collective(self.axis, "all-reduce", self.group, 4, "fp32", name="clip.all_reduce"))
+            ops.insert(1, collective(self.axis, "all-reduce", self.group, element_bytes(u.grad), u.grad, name="clip.all_reduce"))
         return ops
 
     def step(self, role: str, first: bool) -> list[Op]:
