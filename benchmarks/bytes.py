@@ -19,6 +19,9 @@ LLAMA = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 1408, "vo
 GPT = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 2048, "vocab": 4096, "gated": False, "activation": "gelu", "norm": "layernorm",
        "norm_bias": True, "positions": "learned", "position_rows": 1024, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
        "fused_qkv": True, "tied_embeddings": True}
+DEEP = {**LLAMA, "vocab": 256}
+"""A small head: the peak lies in a layer."""
+DEEP_GPT = {**GPT, "vocab": 256}
 SHORT = {"seq_len": 512, "micro_batch": 2}
 MEAN, WORST = 0.02, 0.05
 
@@ -94,6 +97,21 @@ def cases() -> list[Case]:
         case("fsdp llama 8 bf16-pure foreach", LLAMA, 8, "fsdp", {"precision": "bf16-pure", "optimizer": "adamw:foreach", "micro_batch": 1}),
         case("hsdp llama 16", LLAMA, 16, "hsdp"),
         case("hsdp gpt 32 x 8 foreach", GPT, 256, "hsdp", {"optimizer": "adamw:foreach"}),
+        # a peak inside a layer, at the end of backward, or in the update
+        case("single deep fp32", DEEP, 1, "single", {"precision": "fp32"}),
+        case("single deep autocast", DEEP, 1, "single"),
+        case("single deep full ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="full"),
+        case("single deep gpt dropout", DEEP_GPT, 1, "single", {"precision": "bf16-pure", "dropout": 0.1}),
+        case("single deep gpt eager", DEEP_GPT, 1, "single", {"precision": "bf16-mixed", "attention": "eager", "dropout": 0.1}),
+        case("single deep selective", DEEP_GPT, 1, "single", {"attention": "eager", "precision": "bf16-pure"}, checkpointing="selective"),
+        case("single deep cpu autocast", DEEP, 1, "single", {"precision": "bf16-mixed"}, gpu=cpu),
+        case("ddp deep views ckpt", DEEP_GPT, 8, "ddp", gradient_as_bucket_view=True, checkpointing="full"),
+        case("zero1 deep tiny batch", DEEP, 8, "zero1", {"seq_len": 64, "micro_batch": 1, "optimizer": "adamw:foreach"}),
+        case("zero2 deep 2 MB buckets", DEEP_GPT, 8, "zero2", {"seq_len": 64, "micro_batch": 1}, bucket_mb=2),
+        case("fsdp deep 8", DEEP, 8, "fsdp"),
+        case("fsdp deep gpt 8 ckpt tiny batch", DEEP_GPT, 8, "fsdp", {"seq_len": 64, "micro_batch": 1}, checkpointing="full"),
+        case("fsdp deep 2 foreach tiny batch", DEEP, 2, "fsdp", {"seq_len": 64, "micro_batch": 1, "optimizer": "adamw:foreach"}),
+        case("hsdp deep 16 ckpt", DEEP, 16, "hsdp", {"grad_accum": 2}, checkpointing="full"),
         # named models
         case("gpt2-small ddp 8", "gpt2-small", 8, "ddp", {"seq_len": 1024, "micro_batch": 4, "dropout": 0.1}),
         case("gpt2-xl fsdp 8", "gpt2-xl", 8, "fsdp", {"seq_len": 1024}, checkpointing="full"),

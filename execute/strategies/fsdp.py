@@ -50,7 +50,6 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
     def micro_batch(last: bool) -> Iterator[None]:
         sync = last or run.plan.sync_each_micro_batch
         model.set_requires_gradient_sync(sync)
-        model.set_is_last_backward(last)
         yield
 
     mesh = next(p for p in model.parameters()).device_mesh
