@@ -103,7 +103,6 @@ def cases() -> list[Case]:
         case("single deep full ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="full"),
         case("single deep gpt dropout", DEEP_GPT, 1, "single", {"precision": "bf16-pure", "dropout": 0.1}),
         case("single deep gpt eager", DEEP_GPT, 1, "single", {"precision": "bf16-mixed", "attention": "eager", "dropout": 0.1}),
-        case("single deep selective", DEEP_GPT, 1, "single", {"attention": "eager", "precision": "bf16-pure"}, checkpointing="selective"),
         case("single deep cpu autocast", DEEP, 1, "single", {"precision": "bf16-mixed"}, gpu=cpu),
         case("ddp deep views ckpt", DEEP_GPT, 8, "ddp", gradient_as_bucket_view=True, checkpointing="full"),
         case("zero1 deep tiny batch", DEEP, 8, "zero1", {"seq_len": 64, "micro_batch": 1, "optimizer": "adamw:foreach"}),

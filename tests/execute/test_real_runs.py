@@ -1,0 +1,104 @@
+"""The dry run against the same program on real tensors: one process, watched and unwatched, and two ranks under gloo."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from small_runs import GPT, LLAMA, cpu_run  # noqa: E402
+
+from execute.data import random_batch  # noqa: E402
+from execute.dryrun import build, observe, observe_real, report  # noqa: E402
+from execute.step import train_step  # noqa: E402
+from execute.strategies import single  # noqa: E402
+
+DEEP, DEEP_GPT = {**LLAMA, "vocab": 64}, {**GPT, "vocab": 64}
+ALONE = {
+    "llama": cpu_run(LLAMA), "llama, peak in a layer": cpu_run(DEEP), "gpt, dropout, eager": cpu_run(DEEP_GPT, recipe={"dropout": 0.1, "attention": "eager"}),
+    "autocast": cpu_run(DEEP, recipe={"precision": "bf16-mixed"}), "full checkpointing": cpu_run(DEEP, checkpointing="full"),
+    "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
+    "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp", "bucket_mb": 2}, "ddp views": {"strategy": "ddp", "bucket_mb": 2, "gradient_as_bucket_view": True},
+    "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2", "bucket_mb": 2}, "fsdp": {"strategy": "fsdp"},
+    "fsdp full checkpointing": {"strategy": "fsdp", "checkpointing": "full"},
+}
+CPU_PAIR = {"gpu": "cpu_epyc_2core", "gpus": 2}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_real_tensors_take_the_bytes_of_the_dry_run(name: str) -> None:
+    dry, real = (report(look(ALONE[name]), 0).roles[0].memory for look in (observe, observe_real))
+    assert dry is not None and real is not None
+    assert real.states == dry.states
+    assert real.activations_bytes == dry.activations_bytes
+    assert real.allocated.total_bytes == dry.allocated.total_bytes
+    assert real.allocated.by_category == dry.allocated.by_category
+
+
+@pytest.mark.parametrize("name", [n for n in ALONE if n != "accumulation"])
+def test_pytorch_unwatched_rises_as_high_as_the_dry_run_says(name: str) -> None:
+    """The profiler's own memory events of a step without the tracker. Its few bytes more are scalars that no operation returns."""
+    from torch.profiler import ProfilerActivity, profile
+    run = ALONE[name]
+    model = build(run, "cpu")
+    model.init_weights()
+    prepared = single.prepare(run, model, dry=False)
+    train_step(run, prepared, lambda: random_batch(run))
+    prepared.optimizer.zero_grad()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        train_step(run, prepared, lambda: random_batch(run))
+    now = highest = 0
+    for event in sorted((e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    seen = observe(run)
+    before = sum(v for k, v in seen.states.items() if k != "gradients")
+    assert highest == pytest.approx(seen.tracker.peak("steady step").total_bytes - before, abs=64)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two real ranks saw and lost."""
+    where = tmp_path_factory.mktemp("gloo")
+    recipe = {"seq_len": 128, "micro_batch": 2, "precision": "fp32"}
+    cases = {f"seen {n}": ("seen", {"model": LLAMA, "cluster": CPU_PAIR, "plan": p, "recipe": recipe}) for n, p in STRATEGIES.items()}
+    cases |= {f"losses {n}": ("losses", {"model": LLAMA, "cluster": CPU_PAIR, "plan": p, "recipe": {**recipe, "grad_accum": 2}})
+              for n, p in STRATEGIES.items()}
+    root, worker = Path(__file__).resolve().parents[2], Path(__file__).with_name("gloo_worker.py")
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks = [subprocess.Popen([sys.executable, str(worker), str(where / "store"), str(r), "2", json.dumps(cases), str(where / "out.json")],
+                              env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=180)
+        assert rank.returncode == 0, errors[-3000:]
+    return json.loads((where / "out.json").read_text())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_real_ranks_take_the_bytes_and_send_the_collectives_of_the_dry_run(name: str, pair: dict[str, Any]) -> None:
+    """For DDP: the real reducer's buckets against the re-enacted ones, after the rebuild."""
+    real = pair[f"seen {name}"]
+    plan = dict(STRATEGIES[name])
+    role = report(observe(cpu_run(LLAMA, plan.pop("strategy"), 2, **plan)), 0).roles[0]
+    assert role.memory is not None
+    assert real["states"] == role.memory.states
+    assert real["activations"] == role.memory.activations_bytes
+    assert real["phases"]["steady step"] == role.memory.allocated.total_bytes
+    assert real["collectives"] == sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())
+
+
+@pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "ddp"])
+def test_every_strategy_learns_what_ddp_learns(name: str, pair: dict[str, Any]) -> None:
+    losses = pair["losses ddp"]
+    assert losses[-1] < losses[0]
+    assert pair[f"losses {name}"] == pytest.approx(losses, rel=1e-4)
