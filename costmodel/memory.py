@@ -86,11 +86,9 @@ def repeat(a: Reading, n: int) -> Reading:
                    end.pools, tuple([max(p, q) for p, q in zip(a.pool_peaks, end.pool_peaks, strict=True)]))
 
 
-def read(part: Part, memo: dict[int, Reading] | None = None) -> Reading:
-    """The reading of a piece of program."""
-    if memo is None:
-        return fold(part, read_block, join, repeat, ZERO)
-    return fold(part, lambda b: memo[id(b)] if id(b) in memo else memo.setdefault(id(b), read_block(b)), join, repeat, ZERO)
+def read(part: Part, memo: dict[int, Reading]) -> Reading:
+    """The reading of a piece of program; `memo` holds what has been read before, of this program."""
+    return fold(part, read_block, join, repeat, ZERO, memo)
 
 
 def of_tensors(tensors: tuple[Tensor, ...]) -> Reading:

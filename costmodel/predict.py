@@ -8,7 +8,7 @@ from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build, builder_of
 from costmodel.program.ir import Block, block_counts
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
-from costmodel.simulate import COMPUTE_KINDS, Clocks, Scan, step_time
+from costmodel.simulate import Clocks, Scan, step_time
 from costmodel.spec import Run
 
 RISKY_SHARE = 0.90
@@ -19,16 +19,16 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     """Memory and time of one step of a run, from arithmetic alone.
 
     `profile` is a Profile, a name or path, or None for the shipped one of the run's accelerator and framework. `scaling` also
-    predicts one GPU of the same kind, for the efficiencies. Raises PlanError where something is not predicted yet.
+    predicts one GPU of the same kind, for the efficiencies. Of several rank roles the first is the slowest, and has the times. Raises PlanError where something is not predicted yet.
     """
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     program = build(run)
     prices = RunPrices(run, constants)
     scan = Scan(prices)
     roles: list[RoleReport] = []
-    for role in program.roles:
+    for i, role in enumerate(program.roles):
         counts = block_counts(role.step)
-        time = _time(run, prices, step_time(role.step, prices, scan=scan), counts)
+        time = _time(run, prices, scan, step_time(role.step, prices, scan=scan), counts) if i == 0 else None
         roles.append(RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
                                 _collectives(counts, prices)))
     r, micro = run.recipe, run.micro_batches * run.plan.dp
@@ -37,7 +37,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
-        scaling=_scaling(run, constants, program, slowest.time.step_s) if scaling and slowest.time else None,
+        scaling=_scaling(run, constants, program, prices, slowest.time.step_s) if scaling and slowest.time else None,
         bound_by=_bound_by(slowest.time), notes=tuple(_notes(run, constants, program)), basis=_basis(constants, run))
 
 
@@ -82,26 +82,24 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 # -- time --------------------------------------------------------------------------------------------------------------------
 
 
-def _busy(counts: list[tuple[Block, int]], prices: RunPrices) -> dict[str, float]:
-    """Seconds of the compute stream's kernels by what they are."""
+def _busy(counts: list[tuple[Block, int]], scan: Scan) -> tuple[dict[str, float], float]:
+    """Seconds of the compute stream's kernels by what they are; seconds of the host."""
     busy: dict[str, float] = {}
+    host = 0.0
     for block, times in counts:
-        whole = {"recompute": "recompute", "optimizer": "optimizer"}.get(block.phase)
-        for op in block.ops:
-            if op.kind in COMPUTE_KINDS and (op.kernels or op.nbytes or op.flops):
-                name = whole or ("memory-bound" if op.kind == "memory" else op.kind)
-                busy[name] = busy.get(name, 0.0) + times * prices.device_s(op)
-    return busy
+        compiled = scan.of(block)
+        whole = block.phase if block.phase in ("recompute", "optimizer") else ""
+        host += times * compiled.host_s
+        for kind, seconds in compiled.busy.items():
+            name = whole or ("memory-bound" if kind == "memory" else kind)
+            busy[name] = busy.get(name, 0.0) + times * seconds
+    return busy, host
 
 
-def _host(counts: list[tuple[Block, int]], prices: RunPrices) -> float:
-    return sum(times * prices.host_s(op, block.phase) for block, times in counts for op in block.ops if op.kernels)
-
-
-def _time(run: Run, prices: RunPrices, clocks: Clocks, counts: list[tuple[Block, int]]) -> TimeReport:
+def _time(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: list[tuple[Block, int]]) -> TimeReport:
     """The scan's end, with the fixed cost of a step and the wait for the slowest rank."""
     stragglers = clocks.compute * prices.jitter * math.log2(run.cluster.gpus)
-    breakdown = _busy(counts, prices)
+    breakdown, host = _busy(counts, scan)
     exposed = {axis: s for axis, s in clocks.waits.items() if axis not in ("host", "")}
     breakdown["host wait"] = clocks.waits.get("host", 0.0)
     for axis, seconds in exposed.items():
@@ -114,7 +112,7 @@ def _time(run: Run, prices: RunPrices, clocks: Clocks, counts: list[tuple[Block,
     step = clocks.compute + stragglers + prices.fixed
     keep = {k: v for k, v in breakdown.items() if v}
     return TimeReport(step, {k: v for k, v in phases.items() if v}, keep, {a: s for a, s in clocks.comm.items() if s},
-                      exposed, _host(counts, prices), 0.0)
+                      exposed, host, 0.0)
 
 
 def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Collective, ...]:
@@ -134,14 +132,14 @@ def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Co
     return tuple(out)
 
 
-def _scaling(run: Run, profile: Profile, program: Program, step_s: float) -> Scaling:
+def _scaling(run: Run, profile: Profile, program: Program, priced: RunPrices, step_s: float) -> Scaling:
     """One GPU of the same kind under the same strategy at degree 1: the same micro-batches (weak), the same batch (strong)."""
     dp = run.plan.dp
     if run.cluster.gpus == 1:
         return Scaling(1.0, 1.0, step_s, None)
     alone = single_gpu(run)
     builder = builder_of(alone, program)
-    prices = RunPrices(alone, profile)
+    prices = RunPrices(alone, profile, like=priced)
     scan = Scan(prices)
     role = builder.strategy.roles()[0][0]
     one, whole = (step_time(builder.step(role, False, m), prices, scan=scan).compute + prices.fixed

@@ -18,16 +18,22 @@ SETTLED = 1e-9
 
 
 class Prices(Protocol):
-    """Seconds of an op on its stream, and of its launch on the host."""
+    """Seconds of an op on its stream, and of its launches on the host."""
 
     def device_s(self, op: Op) -> float: ...
 
-    def host_s(self, op: Op, phase: str) -> float: ...
+    def launch_s(self, phase: str) -> float: ...
 
     def collective_s(self, comm: Comm) -> float: ...
 
     @property
     def contention(self) -> float: ...
+
+    @property
+    def collective_host_s(self) -> float: ...
+
+    @property
+    def per_tensor_s(self) -> float: ...
 
 
 @dataclass(slots=True)
@@ -55,6 +61,7 @@ class Clocks:
 
 Step = tuple[int, float, float, float, str, str, float]
 CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
+CONTROL = {"wait": WAIT, "record": RECORD, "hold": HOLD, "sync": SYNC}
 
 
 @dataclass(slots=True)
@@ -63,6 +70,10 @@ class Compiled:
 
     steps: tuple[Step, ...]
     phase: str
+    busy: dict[str, float]
+    """Seconds of its kernels by kind."""
+    host_s: float
+    """Seconds the host spends issuing it."""
 
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
@@ -70,44 +81,43 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     steps: list[Step] = []
     host = device = longest = 0.0
     phase = block.phase
-
-    def flush() -> None:
-        nonlocal host, device, longest
+    launch, price = prices.launch_s(phase), prices.device_s
+    busy: dict[str, float] = {}
+    total = 0.0
+    for op in block.ops:
+        kind, kernels = op.kind, op.kernels
+        if kind in COMPUTE_KINDS:
+            if kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0:
+                continue
+            seconds = price(op)
+            busy[kind] = busy.get(kind, 0.0) + seconds
+            host += launch * kernels
+            device += seconds
+            longest += seconds
+            if host + seconds > longest:
+                longest = host + seconds
+            continue
+        if kind == "host":
+            host += prices.per_tensor_s * kernels
+            if host > longest:
+                longest = host
+            continue
         if host or device:
             steps.append((CHUNK, host, device, longest, "", "", 0.0))
-        host = device = longest = 0.0
-
-    for op in block.ops:
-        kind = op.kind
-        launch = prices.host_s(op, phase) if op.kernels else 0.0
-        if kind in COMPUTE_KINDS:
-            if op.kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0:
-                continue
-            seconds = prices.device_s(op)
-            host += launch
-            device += seconds
-            longest = max(longest + seconds, host + seconds)
-        elif kind == "host":
-            host += launch
-            longest = max(longest, host)
+            host = device = longest = 0.0
+        detached = 1.0 if op.detached else 0.0
+        if kind == "collective":
+            assert op.comm is not None
+            steps.append((ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached))
+        elif kind in ("side", "copy"):
+            steps.append((SIDE, launch * kernels, price(op), 0.0, op.axis or "copy", op.event, detached))
         else:
-            flush()
-            if kind == "collective":
-                assert op.comm is not None
-                seconds = prices.collective_s(op.comm)
-                steps.append((ISSUE if op.event else BLOCKING, launch, seconds, 0.0, op.comm.axis, op.event, 1.0 if op.detached else 0.0))
-            elif kind == "wait":
-                steps.append((WAIT, 0.0, 0.0, 0.0, "", op.event, 0.0))
-            elif kind == "record":
-                steps.append((RECORD, 0.0, 0.0, 0.0, "", op.event, 0.0))
-            elif kind == "hold":
-                steps.append((HOLD, 0.0, 0.0, 0.0, op.axis, op.event, 0.0))
-            elif kind in ("side", "copy"):
-                steps.append((SIDE, launch, prices.device_s(op), 0.0, op.axis or "copy", op.event, 1.0 if op.detached else 0.0))
-            elif kind == "sync":
-                steps.append((SYNC, launch, 0.0, 0.0, "", "", 0.0))
-    flush()
-    return Compiled(tuple(steps), phase)
+            steps.append((CONTROL[kind], launch * kernels, 0.0, 0.0, op.axis, op.event, 0.0))
+    if host or device:
+        steps.append((CHUNK, host, device, longest, "", "", 0.0))
+    for step in steps:
+        total += step[1]
+    return Compiled(tuple(steps), phase, busy, total)
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
@@ -187,52 +197,72 @@ class Scan:
         self.prices = prices
         self.kappa = prices.contention
         self.compiled: dict[int, Compiled] = {}
+        """By identity; the scan lives no longer than the program."""
+
+    def of(self, block: Block) -> Compiled:
+        """The block as steps, compiled once."""
+        key = id(block)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            compiled = self.compiled[key] = compile_block(block, self.prices)
+        return compiled
 
     def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
         """Advance the clocks over `part`, `times` times."""
         if times > 1:
             self._repeat(part, clocks, times)
         elif isinstance(part, Block):
-            key = id(part)
-            block = self.compiled.get(key)
-            if block is None:
-                block = self.compiled[key] = compile_block(part, self.prices)
-            run_block(clocks, block, self.kappa)
+            run_block(clocks, self.of(part), self.kappa)
         else:
             for child, n in part.parts:
-                self.run(child, clocks, n)
+                if n == 1 and isinstance(child, Block):
+                    run_block(clocks, self.of(child), self.kappa)
+                else:
+                    self.run(child, clocks, n)
 
     def _repeat(self, part: Part, clocks: Clocks, times: int) -> None:
-        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, the rest is that again."""
+        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, the next do too, as long as no
+        stream overtakes another."""
         before = clocks.flat()
         step: list[float] | None = None
-        for done in range(1, times + 1):
+        left = times
+        while left:
             self.run(part, clocks)
-            if times - done < 2:
+            left -= 1
+            if left < 2:
                 continue
             after = clocks.flat()
+            new: list[float] | None = None
             if len(after) == len(before):
                 new = [b - a for a, b in zip(before, after, strict=True)]
-                if step is not None and _same(step, new) and _steady(clocks, new):
-                    _advance(clocks, new, times - done)
-                    return
-                step = new
-            before = after
+                if step is not None and _same(step, new):
+                    skip = min(left, _headroom(clocks, new))
+                    if skip > 0:
+                        _advance(clocks, new, skip)
+                        left -= skip
+                        after = clocks.flat()
+            step, before = new, after
 
 
 def _same(a: list[float], b: list[float]) -> bool:
-    return len(a) == len(b) and all(abs(x - y) <= SETTLED * (abs(x) + abs(y)) + 1e-15 for x, y in zip(a, b, strict=True))
-
-
-def _steady(clocks: Clocks, step: list[float]) -> bool:
-    """No stream is about to cross another: one that gains on compute is ahead of it already, one that falls back is behind."""
-    pace, compute = step[0], clocks.compute
-    tolerance = SETTLED * abs(pace)
-    for value, gain in zip([clocks.host, *clocks.streams.values()], step[1:], strict=False):
-        drift = gain - pace
-        if gain != 0.0 and (drift > tolerance and value < compute or drift < -tolerance and value > compute):
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if x != y and abs(x - y) > SETTLED * (abs(x) + abs(y)) + 1e-15:
             return False
     return True
+
+
+def _headroom(clocks: Clocks, step: list[float]) -> int:
+    """Repeats of an advance before one stream overtakes another (and so another wait decides), less a margin of two."""
+    values = [clocks.compute, clocks.host, *clocks.streams.values()]
+    least = 1e18
+    for i, (value, gain) in enumerate(zip(values, step, strict=False)):
+        for other, other_gain in zip(values[:i], step[:i], strict=True):
+            closing = (gain - other_gain) if value < other else (other_gain - gain)
+            if closing > SETTLED * (abs(gain) + abs(other_gain)):
+                least = min(least, abs(value - other) / closing)
+    return int(least) - 2 if least < 1e17 else 1 << 60
 
 
 def _advance(clocks: Clocks, step: list[float], times: int) -> None:

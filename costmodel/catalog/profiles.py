@@ -93,6 +93,7 @@ class HasHardware(Protocol):
     def plan(self) -> Plan: ...
 
 
+@cache
 def list_profiles() -> tuple[str, ...]:
     """Names of the shipped hardware profiles; any of them can be asked for by `load_profile(run, name)`."""
     return tuple(sorted(p.stem for p in (DATA / "hardware").glob("*.toml") if p.stem != "common"))
@@ -126,20 +127,26 @@ def hardware_name(accelerator: Accelerator) -> str:
 
 
 def _shipped(run: HasHardware, name: str | None) -> Profile:
-    cluster = run.cluster
+    c = run.cluster
+    kinds = tuple(dict.fromkeys(level.kind for level in c.levels))
+    return _merged(name, hardware_name(c.accelerator), c.accelerator.name, c.accelerator.architecture, kinds, run.plan.framework, c.host)
+
+
+@cache
+def _merged(name: str | None, own_hardware: str, accelerator: str, architecture: str, kinds: tuple[str, ...], framework: str, host: str) -> Profile:
     if name is not None and name not in list_profiles():
         near = get_close_matches(name, list_profiles(), n=3) or list_profiles()[:3]
         raise PlanError("profile", name, "no profile of that name is shipped.", f"Use {', '.join(near)}, or a path to a .toml file.")
-    hardware = name or hardware_name(cluster.accelerator)
+    hardware = name or own_hardware
     meta, own = _hardware(hardware)
-    merged = _links(cluster)
+    merged = _links(architecture, kinds)
     merged |= own
-    for framework in ("pytorch",) if run.plan.framework == "pytorch" else ("pytorch", run.plan.framework):
-        merged |= _constants(f"software/{framework}.toml")
-    host = cluster.host if cluster.host != "generic" else str(meta.get("host", "generic"))
+    for base in ("pytorch",) if framework == "pytorch" else ("pytorch", framework):
+        merged |= _constants(f"software/{base}.toml")
+    host = host if host != "generic" else str(meta.get("host", "generic"))
     merged["host.multiplier"] = _host(host)
-    label = hardware if hardware == cluster.accelerator.name else f"{cluster.accelerator.name} as {hardware}"
-    return Profile(f"{label} / {run.plan.framework} / {host}", bool(meta.get("guess", False)), merged)
+    label = hardware if hardware == accelerator else f"{accelerator} as {hardware}"
+    return Profile(f"{label} / {framework} / {host}", bool(meta.get("guess", False)), merged)
 
 
 @cache
@@ -155,15 +162,14 @@ def _hardware(name: str) -> tuple[dict[str, Any], dict[str, Constant]]:
     return {**meta, **own}, {**constants, **_constants(f"hardware/{name}.toml")}
 
 
-def _links(cluster: Cluster) -> dict[str, Constant]:
+def _links(generation: str, kinds: tuple[str, ...]) -> dict[str, Constant]:
     """Constants of the links a cluster has, as link.<kind>.<name>.
 
     A file `<kind>_<architecture>` wins over `<kind>`; architectures fall back on their stem (blackwell_ultra, blackwell).
     """
-    generation = cluster.accelerator.architecture
     common = _read("links/all.toml")["all"]
     merged: dict[str, Constant] = {}
-    for kind in dict.fromkeys(level.kind for level in cluster.levels):
+    for kind in kinds:
         stems = (f"{kind}_{generation}", f"{kind}_{generation.partition('_')[0]}", kind)
         file = next(s for s in stems if s == kind or (DATA / "links" / f"{s}.toml").is_file())
         merged |= {f"link.{kind}.{key}": _constant(table) for key, table in common.items()}

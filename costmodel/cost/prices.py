@@ -31,9 +31,9 @@ def axis_groups(run: Run) -> dict[str, Group]:
 
 
 class RunPrices:
-    """Seconds of the ops of one run; equal ops are priced once."""
+    """Seconds of the ops of one run; an op is priced once. `like` has priced ops of the same device and recipe."""
 
-    def __init__(self, run: Run, profile: Profile) -> None:
+    def __init__(self, run: Run, profile: Profile, like: "RunPrices | None" = None) -> None:
         self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)
@@ -47,13 +47,13 @@ class RunPrices:
             self.launch["optimizer"] = profile.value(eager["optimizer"]) * multiplier
         else:
             self.launch = {phase: profile.value(key) * multiplier for phase, key in eager.items()}
-        self.collective_host = profile.value("host.collective_s") * multiplier
+        self.collective_host_s = profile.value("host.collective_s") * multiplier
         which = {"foreach": "foreach_s", "fused": "fused_s", "for-loop": "for_loop_s"}[r.optimizer.implementation]
-        self.per_tensor = profile.value(f"host.optimizer.{which}") * multiplier
+        self.per_tensor_s = profile.value(f"host.optimizer.{which}") * multiplier
         self.contention = run.plan.contention if run.plan.contention is not None else profile.value("overlap.contention")
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
-        self._device: dict[int, tuple[Op, float]] = {}
+        self._device: dict[int, tuple[Op, float]] = like._device if like else {}
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
@@ -62,12 +62,9 @@ class RunPrices:
             known = self._device[id(op)] = (op, self.compute.op_s(op))
         return known[1]
 
-    def host_s(self, op: Op, phase: str) -> float:
-        if op.kind == "collective":
-            return self.collective_host
-        if op.kind == "host":
-            return self.per_tensor * op.kernels
-        return self.launch[phase] * op.kernels
+    def launch_s(self, phase: str) -> float:
+        """Host seconds of one kernel launch in a phase."""
+        return self.launch[phase]
 
     def collective_s(self, comm: Comm) -> float:
         return self.seconds_of(comm.axis, comm.kind, comm.nbytes, comm.group)

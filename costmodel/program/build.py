@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from costmodel.program.inventory import Inventory, inventory_of
-from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, seq
+from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
 from costmodel.program.layers import Numbers, Unit, batch_tensors, constant_tensors, embedding_unit, head_unit, layer_unit, numbers_of
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy
 from costmodel.program.parallel.ddp import DDP
@@ -95,17 +95,18 @@ def refusals(run: Run) -> Iterator[PlanError]:
 class Builder:
     """Assembles one role's step; equal blocks are made once."""
 
-    def __init__(self, run: Run, numbers: Numbers, strategy: Strategy, inventory: Inventory, units: dict[str, Unit] | None = None) -> None:
+    def __init__(self, run: Run, numbers: Numbers, strategy: Strategy, inventory: Inventory, like: "Builder | None" = None) -> None:
         self.run = run
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
-        self.unit: dict[str, Unit] = units or {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers),
-                                               HEAD: head_unit(run, numbers)}
+        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers),
+                                                             HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
+        self.parts: dict[object, Seq] = {}
         self.micro: dict[str, Seq] = {}
-        self.raw: dict[object, list[Op]] = {}
-        self.raw_backward: dict[str, list[Op | GradReady]] = {}
+        self.raw: dict[object, list[Op]] = like.raw if like else {}
+        self.raw_backward: dict[str, list[Op | GradReady]] = like.raw_backward if like else {}
         c = run.plan.checkpointing
         self.group = c.group if c.mode == "full" else 1
         self.every = c.every if c.mode == "full" else 1
@@ -116,6 +117,10 @@ class Builder:
         if key not in self.blocks:
             self.blocks[key] = Block(name, phase, tuple(ops))
         return self.blocks[key]
+
+    def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Seq:
+        """A unit's own block between what the strategy does around it."""
+        return seq(Block(name, phase, tuple(before)), core, Block(name, phase, tuple(after)))
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class Builder:
         keys = zip(self.checkpointed, self.strategy.layer_variants(phase, micro), strict=True)
         index = 0
         for (chk, variant), run in groupby(keys):
-            n = sum(1 for _ in run)
+            n = len(list(run))
             yield index, n, chk, variant
             index += n
 
@@ -149,17 +154,23 @@ class Builder:
                 parts.append((self._forward_block(first, micro, chk, not chk and not self._saves_entry(LAYER), variant), n))
         return parts
 
-    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Block:
+    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Seq:
         key = ("forward", chk, drop, variant)
+        if key not in self.parts:
+            s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
+            self.parts[key] = self.wrapped(LAYER, "forward", s.before_forward(LAYER, index, micro), core, s.after_forward(LAYER, index, micro))
+        return self.parts[key]
+
+    def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
+        key = (unit, "forward", save, drop)
         if key not in self.blocks:
-            s = self.strategy
-            ops = [*s.before_forward(LAYER, index, micro), *self._forward_ops(LAYER, save=not chk, drop=drop), *s.after_forward(LAYER, index, micro)]
-            self.block(key, "layer", "forward", ops)
+            self.block(key, unit, "forward", self._forward_ops(unit, save=save, drop=drop))
         return self.blocks[key]
 
-    def forward_edge(self, unit: str, micro: str) -> list[Op]:
-        drop = unit == HEAD and not self._saves_entry(HEAD)
-        return [*self.strategy.before_forward(unit, 0, micro), *self._forward_ops(unit, save=True, drop=drop), *self.strategy.after_forward(unit, 0, micro)]
+    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
+        s, drop = self.strategy, unit == HEAD and not self._saves_entry(HEAD)
+        return self.wrapped(unit, "forward", [*before, *s.before_forward(unit, 0, micro)], self.forward_core(unit, save=True, drop=drop),
+                            [*s.after_forward(unit, 0, micro), *after])
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
@@ -199,9 +210,7 @@ class Builder:
             elif self.group == 1:
                 again = self._recompute_block(first, micro, variant, (first, first))
                 back = self._backward_block(first, micro, variant, (first, first))
-                parts.append((Seq(((again, 1), (back, 1))), n) if n > 1 else (again, 1))
-                if n == 1:
-                    parts.append((back, 1))
+                parts.append((Seq(((again, 1), (back, 1))), n))
         if self.checkpoints and self.group > 1:
             starts = range(0, self.layers, self.group)
             for start in reversed(starts):
@@ -211,38 +220,48 @@ class Builder:
                 parts += [(self._backward_block(i, micro, variants[i], span), 1) for i in reversed(members)]
         return parts
 
-    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Block:
+    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Seq:
         """A layer of the checkpoint `span` (its first and last layer) runs forward again, saving; the last one stops early."""
         first, last = span
         drop = index > first and not self._saves_entry(LAYER)
         key = ("recompute", micro, drop, variant, *self._place(index, span))
-        if key not in self.blocks:
-            stop = self.unit[LAYER].tape.recompute_until if index == last else None
-            ops = self._forward_ops(LAYER, save=True, drop=drop, until=stop)
-            self.block(key, "layer", "recompute", [*self.strategy.before_recompute(index, micro, first, last), *ops])
-        return self.blocks[key]
+        if key not in self.parts:
+            core_key = (LAYER, "recompute", drop, index == last)
+            if core_key not in self.blocks:
+                stop = self.unit[LAYER].tape.recompute_until if index == last else None
+                self.block(core_key, LAYER, "recompute", self._forward_ops(LAYER, save=True, drop=drop, until=stop))
+            self.parts[key] = self.wrapped(LAYER, "recompute", self.strategy.before_recompute(index, micro, first, last), self.blocks[core_key], [])
+        return self.parts[key]
 
     def _place(self, index: int, span: tuple[int, int]) -> tuple[bool, ...]:
         """Where a layer stands in its checkpoint, and its checkpoint in the model."""
         first, last = span
         return index == first, index == last, index == last - 1, first == 0, last == self.layers - 1
 
-    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Block:
+    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Seq:
         """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
         s, u = self.strategy, self.unit[LAYER]
         release = span is not None and index == span[0] and not self._saves_entry(LAYER)
         key = ("backward", micro, release, variant, *(self._place(index, span) if span else ()))
-        if key not in self.blocks:
-            ops = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
-            ops = [*ops, *self._with_gradients(LAYER, index, micro)]
+        if key not in self.parts:
+            before = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
+            after = s.after_backward(LAYER, index, micro)
             if release and u.entry is not None:
-                ops.append(Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)))
-            self.block(key, "layer", "backward", [*ops, *s.after_backward(LAYER, index, micro)])
+                after = [Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)), *after]
+            self.parts[key] = self.wrapped(LAYER, "backward", before, self.backward_core(LAYER, index, micro, variant), after)
+        return self.parts[key]
+
+    def backward_core(self, unit: str, index: int, micro: str, variant: object) -> Block:
+        """A unit's own backward, with what happens to its gradients as they appear."""
+        key = (unit, "backward", self.strategy.gradient_key(micro, variant))
+        if key not in self.blocks:
+            self.block(key, unit, "backward", self._with_gradients(unit, index, micro))
         return self.blocks[key]
 
-    def backward_edge(self, unit: str, micro: str) -> list[Op]:
+    def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
         s = self.strategy
-        return [*s.before_backward(unit, 0, micro), *self._with_gradients(unit, 0, micro), *s.after_backward(unit, 0, micro)]
+        return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, None),
+                            [*s.after_backward(unit, 0, micro), *after])
 
     # -- step --------------------------------------------------------------------------------------------------------------
 
@@ -258,12 +277,10 @@ class Builder:
         loss = Tensor("grad:loss", "temporaries", self.unit[HEAD].exit.nbytes)
         value = Tensor("loss", "activations", self.unit[HEAD].exit.nbytes)
         batch = batch_tensors(self.run)
-        start = self.block("embedding", "embedding", "forward", [Op("batch", "host", kernels=0, allocs=batch), *s.forward_begin(micro), *self.forward_edge(EMBEDDING, micro)])
-        head = self.block("head", "head", "forward", [*self.forward_edge(HEAD, micro), *s.forward_end(micro)])
-        back = self.block(("head backward", micro), "head", "backward",
-                          [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro), *self.backward_edge(HEAD, micro)])
-        end = self.block(("embedding backward", micro), "embedding", "backward",
-                         [*self.backward_edge(EMBEDDING, micro), Op("loss.release", "host", kernels=0, frees=(value, *batch)), *s.backward_end(micro)])
+        start = self.forward_edge(EMBEDDING, micro, [Op("batch", "host", kernels=0, allocs=batch), *s.forward_begin(micro)], [])
+        head = self.forward_edge(HEAD, micro, [], s.forward_end(micro))
+        back = self.backward_edge(HEAD, micro, [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro)], [])
+        end = self.backward_edge(EMBEDDING, micro, [], [Op("loss.release", "host", kernels=0, frees=(value, *batch)), *s.backward_end(micro)])
         forward, backward = compress(self.forward_layers(micro)), compress(self.backward_layers(micro))
         return seq(start, forward, head, back, backward, end)
 
@@ -279,38 +296,24 @@ class Builder:
                 parts.append((self.micro_batch(MIDDLE), m - 2))
             parts.append(self.micro_batch(LAST))
         update = s.clip(role) if self.run.recipe.clip_norm else []
-        parts.append(self.block(("update", role, first), "update", "optimizer", [*update, *s.step(role, first)]))
+        step = self.block(("update", role, first), "update", "optimizer", [*update, *s.step(role, first)])
+        sends = [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
+        parts.append(seq(step, *sends))
         return seq(*parts)
 
 
 def compress(parts: list[tuple[Part, int]]) -> Seq:
-    """Parts with counts as a Seq; where many remain, the shortest period (up to 16 parts) that repeats is one part."""
-    if len(parts) <= 4:
-        return Seq(tuple(parts))
+    """Parts with counts as a Seq, in which a period of parts that repeats is one part."""
     out: list[tuple[Part, int]] = []
-    marks = [(id(p), n) for p, n in parts]
-    i, n = 0, len(parts)
-    while i < n:
-        period, count = 1, 1
-        for candidate in range(1, min(16, (n - i) // 2) + 1):
-            if marks[i] == marks[i + candidate] and marks[i:i + candidate] == marks[i + candidate:i + 2 * candidate]:
-                period, count = candidate, 2
-                while marks[i:i + period] == marks[i + count * period:i + (count + 1) * period]:
-                    count += 1
-                break
-        if count == 1:
-            out.append(parts[i])
-        elif period == 1:
-            out.append((parts[i][0], parts[i][1] * count))
-        else:
-            out.append((Seq(tuple(parts[i:i + period])), count))
-        i += period * count
+    for start, length, count in periods([(id(p), n) for p, n in parts]):
+        part, n = parts[start]
+        out.append((part, n * count) if length == 1 else (Seq(tuple(parts[start:start + length])), count))
     return Seq(tuple(out))
 
 
 def builder_of(run: Run, like: Program) -> Builder:
-    """A builder for a run of the same model, recipe and kernels as `like`, whose recorded units it uses again."""
-    return Builder(run, like.numbers, strategy_of(run, like.numbers, like.inventory), like.inventory, like.builder.unit)
+    """A builder for a run of the same model, recipe and kernels as `like`, whose recorded units and their ops it uses again."""
+    return Builder(run, like.numbers, strategy_of(run, like.numbers, like.inventory), like.inventory, like.builder)
 
 
 def build(run: Run) -> Program:

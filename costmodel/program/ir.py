@@ -4,7 +4,7 @@ An Op states what is computed, moved, allocated and freed; it holds no seconds. 
 together. A Seq is (Block or Seq, repeats)…; a 96-layer stage is a handful of distinct blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar, Union
 
 Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host"]
@@ -98,12 +98,30 @@ def seq(*parts: Part | tuple[Part, int]) -> Seq:
     return Seq(tuple(out))
 
 
-def fold(part: Part, leaf: Callable[[Block], A], join: Callable[[A, A], A], repeat: Callable[[A, int], A], unit: A) -> A:
+def periods(marks: Sequence[object], longest: int = 16) -> list[tuple[int, int, int]]:
+    """A sequence as stretches (start, length, count) of its shortest periods up to `longest`; a stretch without one has count 1."""
+    out: list[tuple[int, int, int]] = []
+    i, n = 0, len(marks)
+    while i < n:
+        period, count = 1, 1
+        for candidate in range(1, min(longest, (n - i) // 2) + 1):
+            if marks[i] == marks[i + candidate] and marks[i:i + candidate] == marks[i + candidate:i + 2 * candidate]:
+                period, count = candidate, 2
+                while marks[i:i + period] == marks[i + count * period:i + (count + 1) * period]:
+                    count += 1
+                break
+        out.append((i, period, count))
+        i += period * count
+    return out
+
+
+def fold(part: Part, leaf: Callable[[Block], A], join: Callable[[A, A], A], repeat: Callable[[A, int], A], unit: A,
+         seen: dict[int, A] | None = None) -> A:
     """Read a program bottom-up with a monoid: `leaf` reads a Block, `join` is sequence, `repeat` is the n-fold join.
 
-    Equal blocks are read once.
+    Equal parts are read once; `seen` carries readings (by identity) from one fold of a program to the next.
     """
-    seen: dict[int, A] = {}
+    seen = {} if seen is None else seen
 
     def read(p: Part) -> A:
         key = id(p)

@@ -107,7 +107,7 @@ class Walk:
         if n.autocast:
             backs.append(self._cast_back(weight))
         if bias:
-            b = Param(f"{name}.bias", (out,))
+            b = Param("head.bias" if name == "embedding" else f"{name}.bias", (out,))
             at = len(backs) if n.autocast else 1
             backs.insert(at, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
             if n.autocast:
@@ -153,7 +153,7 @@ class Walk:
         backs = [Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=1 if (layer or n.table == "cuda") and r.fused_norm else 6)]
         if model.norm != "rmsnorm_no_weight":
             backs.append(Back("wgrad", "memory", weight, nbytes=2.0 * x.nbytes, dtype=self._norm_param()))
-            if model.norm_bias:
+            if model.norm_bias and not name.endswith(("q_norm", "k_norm")):
                 backs.append(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=self._norm_param()))
         fp32_rows = Tensor(f"{name}.rstd", "activations", rows * 4)
         wide = x.numel * 4

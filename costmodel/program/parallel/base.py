@@ -4,10 +4,10 @@ A strategy file says what it shards (`persistent`, `update`), what it sends and 
 and what it forbids (`refusals`). The builder walks the step and asks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from costmodel.program.inventory import Inventory, nbytes
-from costmodel.program.ir import Comm, Op, Tensor
+from costmodel.program.ir import Comm, Op, Tensor, periods
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
 from costmodel.program.tape import GradReady
@@ -70,6 +70,10 @@ class Strategy:
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         """A key for each layer, equal for layers whose hooks do the same in this phase."""
         return [None] * self.inventory.layers
+
+    def gradient_key(self, micro: str, variant: object) -> object:
+        """Equal where `on_grad` does the same: for layers of that variant, in that class of micro-batch."""
+        return (micro in (ONLY, FIRST), variant)
 
     def begin_step(self, first: bool) -> list[Op]:
         """zero_grad(set_to_none=True): the gradients of the previous step go."""
@@ -139,8 +143,12 @@ class Strategy:
         return clip_ops(u.numel, u.tensors, u.grad)
 
     def step(self, role: str, first: bool) -> list[Op]:
-        """The optimizer step and whatever it sends."""
+        """The optimizer step."""
         return update_ops(self.recipe.optimizer, self.update(role), first=first)
+
+    def after_step(self, role: str) -> list[tuple[list[Op], int]]:
+        """What is sent when the update is done: ops, and how often they repeat."""
+        return []
 
     # -- for reports -----------------------------------------------------------------------------------------------------
 
@@ -159,6 +167,11 @@ def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, ev
         inside = outside = message
     return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached,
               comm=Comm(axis, kind, message, inside, outside, dtype, group))
+
+
+def repeated(sizes: list[int], send: Callable[[int], Op]) -> list[tuple[list[Op], int]]:
+    """One send for each size, as stretches of ops that repeat."""
+    return [([send(size) for size in sizes[start:start + length]], count) for start, length, count in periods(sizes)]
 
 
 def element_bytes(dtype: str) -> int:

@@ -36,7 +36,8 @@ def arrival_order(params: tuple[Param, ...], *, autocast: bool = False) -> list[
 
 
 class Buckets:
-    """Which gradients share a bucket, found by walking the parameters of the model backwards.
+    """Which gradients share a bucket, found by walking the parameters of the model backwards; layers repeat as soon as the
+    state of the bucket being filled does.
 
     A bucket closes when its size reaches its cap; it is complete when the last of its gradients has arrived. `by_arrival` walks
     in the order of arrival (DDP's rebuilt buckets), else in the reverse order of registration.
@@ -44,40 +45,72 @@ class Buckets:
 
     def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, *, by_arrival: bool = True,
                  autocast: bool = False) -> None:
-        self.flush: dict[tuple[str, int], dict[str, Flush]] = {}
-        self.sizes: list[int] = []
-        size, limit = 0, first_cap
-        last: tuple[str, int, str] | None = None
-        last_rank = -1
-        for unit, index, params in self._units(inventory, by_arrival, autocast):
-            for p, rank in params:
-                size += p.numel * element
-                if last is None or (unit, index) != last[:2] or rank > last_rank:
-                    last, last_rank = (unit, index, p.name), rank
-                if size >= limit:
-                    self._close(*last, size, element)
-                    size, limit, last = 0, cap, None
-        if size and last:
-            self._close(*last, size, element)
-        self.layers = [tuple(self.flush.get((LAYER, i), {}).items()) for i in range(inventory.layers)]
-        """What completes in each layer: a key that is equal for layers that send alike."""
-
-    @staticmethod
-    def _units(inventory: Inventory, by_arrival: bool, autocast: bool) -> list[tuple[str, int, list[tuple[Param, int]]]]:
-        """(unit, index, its parameters with their place in the order of arrival), last unit first."""
-        def walk(params: tuple[Param, ...]) -> list[tuple[Param, int]]:
+        def walk(params: tuple[Param, ...]) -> list[tuple[str, int, int]]:
+            """(name, bytes, place in the order of arrival) in the order in which buckets are filled."""
             arrival = arrival_order(params, autocast=autocast)
             place = {p.name: i for i, p in enumerate(arrival)}
-            return [(p, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
+            return [(p.name, p.numel * element, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
 
-        layer = walk(inventory.layer.params)
-        return [(HEAD, 0, walk(inventory.head.params)), *[(LAYER, i, layer) for i in range(inventory.layers - 1, -1, -1)],
-                (EMBEDDING, 0, walk(inventory.embedding.params))]
+        self._fill = _Fill(first_cap, cap, element)
+        self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params))}
+        layer, layers = walk(inventory.layer.params), inventory.layers
+        seen: dict[tuple[int, int, int], int] | None = {}
+        filled: list[dict[str, Flush]] = []
+        while len(filled) < layers:
+            if seen is not None and self._fill.state in seen:
+                period = filled[seen[self._fill.state]:]
+                for _ in range((layers - len(filled)) // len(period)):
+                    filled += period
+                    self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()]
+                seen = None
+                continue
+            if seen is not None:
+                seen[self._fill.state] = len(filled)
+            filled.append(self._fill.unit(layer))
+        for i, flushes in enumerate(filled):
+            self.flush[LAYER, layers - 1 - i] = flushes
+        embedding = walk(inventory.embedding.params)
+        self.flush[EMBEDDING, 0] = self._fill.unit(embedding)
+        rest = self._fill.rest()
+        if rest and embedding:
+            self.flush[EMBEDDING, 0][max(embedding, key=lambda p: p[2])[0]] = rest
+        self.sizes = self._fill.sizes
+        self.layers = [tuple(self.flush[LAYER, i].items()) for i in range(inventory.layers)]
+        """What completes in each layer: a key that is equal for layers that send alike."""
 
-    def _close(self, unit: str, index: int, name: str, size: int, element: int) -> None:
-        previous = self.sizes[-1] if self.sizes else 0
-        self.flush.setdefault((unit, index), {})[name] = Flush(size, size // element, previous)
-        self.sizes.append(size)
+
+class _Fill:
+    """Fills buckets unit by unit; what it does next depends on its `state` alone."""
+
+    def __init__(self, first_cap: int, cap: int, element: int) -> None:
+        self.size, self.limit, self.cap, self.element = 0, first_cap, cap, element
+        self.sizes: list[int] = []
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.size, self.limit, self.sizes[-1] if self.sizes else 0
+
+    def unit(self, params: list[tuple[str, int, int]]) -> dict[str, Flush]:
+        """The buckets that complete within a unit, by the parameter whose gradient is the last to arrive."""
+        flushes: dict[str, Flush] = {}
+        last, rank = "", -1
+        for name, nbytes_, place in params:
+            self.size += nbytes_
+            if place > rank:
+                last, rank = name, place
+            if self.size >= self.limit:
+                flushes[last] = self.rest() or Flush(0, 0, 0)
+                last, rank = "", -1
+        return flushes
+
+    def rest(self) -> Flush | None:
+        """Close the bucket being filled, if anything is in it."""
+        if not self.size:
+            return None
+        flush = Flush(self.size, self.size // self.element, self.sizes[-1] if self.sizes else 0)
+        self.sizes.append(self.size)
+        self.size, self.limit = 0, self.cap
+        return flush
 
 
 class DDP(Strategy):
@@ -104,6 +137,9 @@ class DDP(Strategy):
 
     def like(self, micro: str) -> str:
         return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return (micro, variant)
 
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch

@@ -69,6 +69,9 @@ class DeepSpeedZero(Strategy):
     def like(self, micro: str) -> str:
         return LAST if micro == MIDDLE and self.syncs(micro) else micro
 
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return (micro, variant)
+
     def syncs(self, micro: str) -> bool:
         return self.stage >= 2 or micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
 

@@ -111,9 +111,14 @@ class FSDP(Strategy):
         return LAST if micro == MIDDLE and self.sync_each else micro
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
-        """The first layer frees the root's gather buffer and prefetches nothing; the last waits for no reduce-scatter."""
-        middle = self.inventory.layers - 2
-        return ["first", *["middle"] * middle, "last"] if middle >= 0 else ["only"]
+        """The first layer frees the root's gather buffer and prefetches nothing; in backward the last waits for no reduce-scatter."""
+        rest: list[object] = ["middle"] * (self.inventory.layers - 1)
+        if phase == "backward" and rest:
+            rest[-1] = "last"
+        return ["first" if rest else "only", *rest]
+
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return None
 
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         """Gather, then let the gather stream wait until the previous layer's copy-out is done, then copy out.

@@ -11,7 +11,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -62,6 +62,9 @@ class MegatronDP(Strategy):
     def like(self, micro: str) -> str:
         return LAST if micro == MIDDLE and self.syncs(micro) else micro
 
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return (micro, variant)
+
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) and self.n > 1
 
@@ -111,10 +114,17 @@ class MegatronDP(Strategy):
         ops += update_ops(self.recipe.optimizer, self.update(role), first=first)
         if copy:
             ops.append(Op("gradient.release", "host", kernels=0, frees=copy))
-        if self.distributed and self.n > 1:
-            element = element_bytes(p.parameter)
-            reduce_element = element_bytes(p.reduce)
-            for size in self.buckets.sizes:
-                ops.append(collective(self.axis, "all-gather", self.n, size // reduce_element * element, p.parameter,
-                                      event="params" if self.plan.overlap_param_gather else "", name="gather_parameters"))
         return ops
+
+    def after_step(self, role: str) -> list[tuple[list[Op], int]]:
+        """The distributed optimizer all-gathers the updated parameters, bucket by bucket."""
+        p = self.precision
+        if not self.distributed or self.n == 1:
+            return []
+        element, reduce_element = element_bytes(p.parameter), element_bytes(p.reduce)
+        event = "params" if self.plan.overlap_param_gather else ""
+
+        def gather(size: int) -> Op:
+            return collective(self.axis, "all-gather", self.n, size // reduce_element * element, p.parameter, event=event, name="gather_parameters")
+
+        return repeated(self.buckets.sizes, gather)

@@ -13,7 +13,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import DDP, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -21,16 +21,19 @@ from costmodel.spec import Run
 
 def greedy_partition(numels: list[int], n: int) -> list[tuple[int, int, int]]:
     """(elements, tensors, largest) of each rank that gets any, when the largest tensors go first, each to the emptiest rank."""
+    if n == 1:
+        return [(sum(numels), len(numels), max(numels))]
     ranks = min(n, len(numels))
     heap = [(0, r) for r in range(ranks)]
     counts, largest = [0] * ranks, [0] * ranks
     totals = [0] * ranks
     for numel in sorted(numels, reverse=True):
-        total, r = heapq.heappop(heap)
+        total, r = heap[0]
+        heapq.heapreplace(heap, (total + numel, r))
         totals[r] = total + numel
+        if not counts[r]:
+            largest[r] = numel
         counts[r] += 1
-        largest[r] = max(largest[r], numel)
-        heapq.heappush(heap, (totals[r], r))
     return list(zip(totals, counts, largest, strict=True))
 
 
@@ -65,16 +68,20 @@ class Zero1(DDP):
         return clip_ops(inv.numel, inv.tensors, self.precision.gradient)
 
     def step(self, role: str, first: bool) -> list[Op]:
-        """Update the parameters that are ours, then every rank broadcasts its own: Ψ elements, one broadcast a tensor."""
-        ops = update_ops(self.recipe.optimizer, self.update(role), first=first)
+        """Update the parameters that are ours."""
+        return update_ops(self.recipe.optimizer, self.update(role), first=first)
+
+    def after_step(self, role: str) -> list[tuple[list[Op], int]]:
+        """Every rank broadcasts its own parameters: Ψ elements, one broadcast a tensor."""
         if self.group == 1:
-            return ops
+            return []
         inv = self.inventory
-        for unit, count in ((inv.embedding, 1), (inv.layer, inv.layers), (inv.head, 1)):
-            for p in unit.params:
-                ops += [collective(self.axis, "broadcast", self.group, nbytes(p.numel, self.dtype), self.dtype, event="broadcast",
-                                   name="broadcast_parameters")] * count
-        return [*ops, Op("zero.wait", "wait", kernels=0, event="broadcast")]
+        units = ((inv.embedding, 1), (inv.layer, inv.layers), (inv.head, 1))
+        sends = [([self._broadcast(p.numel) for p in unit.params], count) for unit, count in units]
+        return [*sends, ([Op("zero.wait", "wait", kernels=0, event="broadcast")], 1)]
+
+    def _broadcast(self, numel: int) -> Op:
+        return collective(self.axis, "broadcast", self.group, nbytes(numel, self.dtype), self.dtype, event="broadcast", name="broadcast_parameters")
 
 
 class Zero2(Strategy):
@@ -106,6 +113,9 @@ class Zero2(Strategy):
 
     def like(self, micro: str) -> str:
         return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return (micro, variant)
 
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
@@ -166,15 +176,16 @@ class Zero2(Strategy):
             ops.insert(1, collective(self.axis, "all-reduce", self.group, element_bytes(u.grad), u.grad, name="clip.all_reduce"))
         return ops
 
-    def step(self, role: str, first: bool) -> list[Op]:
-        ops = update_ops(self.recipe.optimizer, self.update(role), first=first)
+    def after_step(self, role: str) -> list[tuple[list[Op], int]]:
+        """All-gather every bucket of parameters, in place."""
         if self.group == 1:
-            return ops
+            return []
         element = element_bytes(self.dtype)
-        for shard in self.shards:
-            ops.append(collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather",
-                                  name="gather_parameters"))
-        return [*ops, Op("zero2.wait_gather", "wait", kernels=0, event="gather")]
+
+        def gather(shard: int) -> Op:
+            return collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather", name="gather_parameters")
+
+        return [*repeated(self.shards, gather), ([Op("zero2.wait_gather", "wait", kernels=0, event="gather")], 1)]
 
 
 __all__ = ["EMBEDDING", "HEAD", "Zero1", "Zero2", "greedy_partition"]
