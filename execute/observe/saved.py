@@ -1,6 +1,6 @@
 """What autograd saves in one layer, operation by operation, read off the graph's nodes on fake tensors.
 
-    python -m execute.observe.saved RUN.toml
+    python -m execute.observe.saved RUN.toml [FIELD=VALUE…]
 """
 
 import sys
@@ -104,5 +104,7 @@ def render(run: Run) -> str:
 
 
 if __name__ == "__main__":
-    from execute.cli import read_run
-    print(render(read_run(sys.argv[1], [])))
+    from pathlib import Path
+
+    from costmodel.cli.options import collect
+    print(render(collect(Path(sys.argv[1]), {}, sys.argv[2:]).resolve().run))

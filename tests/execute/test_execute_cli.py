@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import execute
 from costmodel.report import report_from_dict
-from execute.cli import app, read_run
+from execute.cli import app
 
 FILE = """
 [model]
@@ -51,8 +51,23 @@ def test_text_names_the_peak_and_the_collectives(run_file: str) -> None:
 
 
 def test_values_are_laid_over_the_file(run_file: str) -> None:
-    run = read_run(run_file, ["cluster.gpus=4", "recipe.precision=fp32"])
-    assert (run.cluster.gpus, run.recipe.precision.name) == (4, "fp32")
+    result = CliRunner().invoke(app, ["dryrun", run_file, "--gpus", "4", "--set", "recipe.precision=fp32", "--json"])
+    report = report_from_dict(json.loads(result.stdout))
+    assert report.world_size == 4
+    assert {c.dtype for c in report.roles[0].collectives or ()} == {"fp32"}
+
+
+def test_a_rank_outside_the_world_exits_2(run_file: str) -> None:
+    result = CliRunner().invoke(app, ["dryrun", run_file, "--rank", "2"])
+    assert result.exit_code == 2
+
+
+def test_against_the_prediction_it_lays_both_side_by_side(run_file: str) -> None:
+    pytest.importorskip("costmodel.predict")
+    result = CliRunner().invoke(app, ["dryrun", run_file, "--against", "predict", "--json"])
+    compared = json.loads(result.stdout)
+    assert result.exit_code == (0 if compared["within_tolerance"] else 4)
+    assert {"between steps: parameters", "activations alone", "peak"} <= {row["name"] for row in compared["bytes"]}
 
 
 def test_a_bad_plan_exits_2(run_file: str) -> None:
