@@ -1,0 +1,30 @@
+"""Twelve runs of benchmarks/bytes.py: the prediction against the dry run."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+_spec = importlib.util.spec_from_file_location("bytes_benchmark", Path(__file__).resolve().parents[2] / "benchmarks" / "bytes.py")
+assert _spec is not None and _spec.loader is not None
+benchmark = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(benchmark)
+
+NAMES = ("single llama autocast", "single gpt eager dropout", "single llama cpu fp32", "single llama loss bf16", "ddp gpt small buckets 64",
+         "ddp llama accumulate", "zero1 llama 4", "zero2 gpt 8, 2 MB buckets", "fsdp llama 8 full ckpt", "fsdp gpt 7, uneven shards",
+         "fsdp llama 8 accumulate, no sync", "hsdp llama 16")
+CASES = {c.name: c for c in benchmark.cases()}
+
+
+def test_the_benchmark_has_at_least_forty_runs_and_at_most_six_of_8b() -> None:
+    assert len(CASES) == len(benchmark.cases()) >= 40
+    assert sum(c.given["model"] == "llama-3-8b" for c in CASES.values()) <= 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prediction_has_the_states_and_collectives_of_the_dry_run_and_its_peak_within_5_percent(name: str) -> None:
+    comparison: Any = benchmark.judge(CASES[name])[0]
+    assert comparison.within_tolerance, comparison.text()
