@@ -19,7 +19,8 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     """Memory and time of one step of a run, from arithmetic alone.
 
     `profile` is a Profile, a name or path, or None for the shipped one of the run's accelerator and framework. `scaling` also
-    predicts one GPU of the same kind, for the efficiencies. Of several rank roles the first is the slowest, and has the times. Raises PlanError where something is not predicted yet.
+    predicts one GPU of the same kind, for the efficiencies. Of several rank roles the first is the slowest, and has the times.
+    Raises PlanError where something is not predicted yet.
     """
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     program = build(run)

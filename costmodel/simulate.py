@@ -247,10 +247,7 @@ class Scan:
 def _same(a: list[float], b: list[float]) -> bool:
     if len(a) != len(b):
         return False
-    for x, y in zip(a, b, strict=True):
-        if x != y and abs(x - y) > SETTLED * (abs(x) + abs(y)) + 1e-15:
-            return False
-    return True
+    return all(x == y or abs(x - y) <= SETTLED * (abs(x) + abs(y)) + 1e-15 for x, y in zip(a, b, strict=True))
 
 
 def _headroom(clocks: Clocks, step: list[float]) -> int:

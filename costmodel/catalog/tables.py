@@ -129,7 +129,8 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
              "(n-1)/n of the gradient buffer's bytes and (n-1)/n of the parameters'", "sharded gradients or parameters in the same buffers", True,
              "NVIDIA/Megatron-LM docs, distributed optimizer"),
     Strategy("tp", "every matmul, by heads and by columns or rows", "parameters, their states, and part of the activations",
-             "all-reduce of a layer's activations after attention and after the feed-forward block, in forward and in backward: four per layer and micro-batch, "
+             "all-reduce of a layer's activations after attention and after the feed-forward block, in forward and in backward: four per layer "
+             "and micro-batch, "
              "on the critical path", "degrees that do not divide heads", False, "Shoeybi et al. 2019 (arXiv 1909.08053)"),
     Strategy("sequence-parallel", "norms and dropout between the tensor-parallel regions, by sequence", "the activations tp leaves whole",
              "all-gather and reduce-scatter in place of tp's all-reduces: the same bytes", "tp = 1; sequences that tp does not divide", False,

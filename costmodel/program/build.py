@@ -74,6 +74,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (m.embedding_dim != m.hidden, "model.embedding_dim", m.embedding_dim, "an embedding narrower than the model", "Use embedding_dim = hidden."),
             (0 < m.sliding_window < r.seq_len, "recipe.seq_len", r.seq_len, f"sliding-window attention (window {m.sliding_window})",
              f"Use seq_len <= {m.sliding_window}, or model.sliding_window = 0 to count full attention."),
+            (run.cluster.accelerator.kind not in ("cuda", "rocm", "cpu"), "cluster.accelerator", run.cluster.accelerator.name,
+             f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
+            (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
+             "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
             (p.tp > 1, "plan.tp", p.tp, "tensor parallelism", "Use tp = 1."),
             (p.pp > 1, "plan.pp", p.pp, "pipeline parallelism", "Use pp = 1."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
@@ -327,7 +331,8 @@ def build(run: Run) -> Program:
     builder = Builder(run, numbers, strategy, inventory)
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
-        roles.append(RankProgram(role, ranks, example, (*strategy.persistent(role), *constant_tensors(run, numbers)), builder.step(role, False), builder.step(role, True)))
+        persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
+        roles.append(RankProgram(role, ranks, example, persistent, builder.step(role, False), builder.step(role, True)))
     layer = builder.unit[LAYER]
     recomputed = 0.0 if not builder.checkpoints else sum(builder.checkpointed) / inventory.layers
     return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),

@@ -5,12 +5,16 @@ together. A Seq is (Block or Seq, repeats)…; a 96-layer stage is a handful of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar, Union
+from typing import Literal, NamedTuple, TypeVar
 
 Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host"]
-"""matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: host-device transfer, its own stream. collective: on its axis's
-stream, behind what that stream already has. wait: compute waits for an event. record: an event becomes the compute stream's
-present. hold: an axis's stream waits for an event. sync: the host waits for compute. host: work of the host alone."""
+"""What an op is, and where it runs.
+
+matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
+host and device, on its own stream. collective: on its axis's stream, behind what that stream already has. wait: compute waits for
+an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
+for compute. host: work of the host alone.
+"""
 
 
 class Tensor(NamedTuple):
@@ -81,10 +85,10 @@ class Block:
 class Seq(NamedTuple):
     """Parts in order, each with how often it repeats."""
 
-    parts: tuple[tuple[Union[Block, "Seq"], int], ...]
+    parts: tuple[tuple["Block | Seq", int], ...]
 
 
-Part = Union[Block, Seq]
+Part = Block | Seq
 A = TypeVar("A")
 
 

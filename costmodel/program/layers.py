@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from costmodel.program.ir import Tensor
 from costmodel.program.tape import Back, Tape, Value
 from costmodel.spec import Run
-from costmodel.spec.parameters import Param, attention_params, mlp_params
+from costmodel.spec.parameters import Param
 from costmodel.spec.recipe import DTYPE_BYTES
 
 CUDA_GRANULE = 512
@@ -430,8 +430,8 @@ def layer_unit(run: Run, numbers: Numbers) -> Unit:
     elif n == 4:
         a = w.norm(a, "attention_post_norm", m.hidden)
     mid = w.add(x, a, "attention.residual")
-    second = "mlp_norm" if n >= 2 else "attention_norm"
-    f = w.dropout(w.mlp(mid if post else w.norm(mid, second, m.hidden)), "mlp.down")
+    norm = "mlp_norm" if n >= 2 else "attention_norm"
+    f = w.dropout(w.mlp(mid if post else w.norm(mid, norm, m.hidden)), "mlp.down")
     if post:
         f = w.norm(f, "mlp_norm", m.hidden)
     elif n == 4:
@@ -472,9 +472,9 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
 def head_unit(run: Run, numbers: Numbers) -> Unit:
     """Final norm, output matrix and loss of one micro-batch; the peak of many runs is here.
 
-    The normed hidden states stay referenced until forward returns. eager: logits in the compute dtype, their fp32 copy, and the log-softmax that cross-entropy saves; backward holds three
-    fp32 tensors of that size for a moment (12 bytes a logit). bf16 skips the fp32 copy. chunked and fused are in `_chunked_loss`
-    and `_fused_loss`.
+    The normed hidden states stay referenced until forward returns. eager: logits in the compute dtype, their fp32 copy, and the
+    log-softmax that cross-entropy saves; backward holds three fp32 tensors of that size for a moment (12 bytes a logit). bf16
+    skips the fp32 copy. chunked and fused are in `_chunked_loss` and `_fused_loss`.
     """
     m, r = run.model, run.recipe
     w = Walk(run, numbers)

@@ -159,7 +159,7 @@ def _numbers(run: Run) -> Iterator[PlanError]:
         elif run.model.head_dim > 256:
             yield PlanError("recipe.attention", r.attention, f"flash kernels take head_dim <= 256, and it is {run.model.head_dim}.",
                             "Use attention = eager.")
-    if r.loss_chunks > r.micro_batch * r.seq_len:
+    if r.loss in ("chunked", "fused") and r.loss_chunks > r.micro_batch * r.seq_len:
         yield PlanError("recipe.loss_chunks", r.loss_chunks, "there are more chunks than tokens.", "Use loss_chunks = 8.")
 
 

@@ -12,7 +12,7 @@ SMALLEST, LARGEST = 100_000, 20_000_000_000_000
 
 def parse_count(text: str | int | float, field: str = "params") -> int:
     """"1B", "350M", "1.5e9" -> a count."""
-    match = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)\s*([kmbt]?)\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*((?:[0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)\s*", str(text), re.IGNORECASE)
     if not match:
         raise PlanError(field, text, "is not a number of parameters.", "Write it as 350M, 1B or 70e9.")
     return round(float(match[1].replace(",", "").replace("_", "")) * _SUFFIX[match[2].lower()])
@@ -36,7 +36,7 @@ def model_from_params(text: str | int) -> Model:
     granule = 128 if target >= 2e7 else 16
     embed_tables = 1 if tied else 2
     best: tuple[float, tuple[int, int, int, int]] | None = None
-    guess = (max(target - 0, 1) / (12 * 128 ** -1)) ** (1 / 3)
+    guess = (target * 128 / 12) ** (1 / 3)
     lo, hi = max(step, int(guess / 4) // step * step), int(guess * 4) // step * step + step
     for hidden in range(lo, hi + 1, step):
         heads = hidden // head_dim

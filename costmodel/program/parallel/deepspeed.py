@@ -114,7 +114,8 @@ class DeepSpeedZero(Strategy):
 
     def step(self, role: str, first: bool) -> list[Op]:
         copy = self._fp32_gradient()
-        ops = [Op("gradient.to_fp32", "memory", nbytes=float(nbytes(self.shard, self.grad) + nbytes(self.shard, "fp32")), dtype="fp32", allocs=copy)] if copy else []
+        moved = float(nbytes(self.shard, self.grad) + nbytes(self.shard, "fp32"))
+        ops = [Op("gradient.to_fp32", "memory", nbytes=moved, dtype="fp32", allocs=copy)] if copy else []
         ops += update_ops(self.recipe.optimizer, self.update(role), first=first)
         if copy:
             ops.append(Op("gradient.release", "host", kernels=0, frees=copy))

@@ -83,8 +83,11 @@ class FSDP(Strategy):
         cast: tuple[Tensor, ...] = ()
         if self.casts:
             cast = (Tensor(f"cast({group})", "communication", int(shard_bytes), "gather"),)
-        ops.append(Op(f"fsdp.copy_in({group})", "side", nbytes=(shard_bytes * 2 + (self._bytes(group, self.precision.parameter, whole=False) + shard_bytes if self.casts else 0)),
-                      dtype=self.low, kernels=2 if self.casts else 1, allocs=(*cast, self._buffer(group)), axis=self.axis, detached=True))
+        moved = 2.0 * shard_bytes
+        if self.casts:
+            moved += self._bytes(group, self.precision.parameter, whole=False) + shard_bytes
+        ops.append(Op(f"fsdp.copy_in({group})", "side", nbytes=moved, dtype=self.low, kernels=2 if self.casts else 1,
+                      allocs=(*cast, self._buffer(group)), axis=self.axis, detached=True))
         ops.append(collective(self.axis, "all-gather", self.n, self._bytes(group, self.low), self.low, event=event,
                               name=f"all_gather({group})", frees=cast, detached=True))
         return ops
@@ -210,7 +213,8 @@ class FSDP(Strategy):
         source = grads
         in_dtype = self.numbers.param
         if not self.sync_each and micro == LAST:
-            ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + 2 * nbytes(whole, p.reduce)), dtype=p.reduce, frees=grads))
+            moved = float(nbytes(whole, in_dtype) + 2 * nbytes(whole, p.reduce))
+            ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, frees=grads))
             source, in_dtype = (accumulated,), p.reduce
         ops.append(Op("fsdp.reshard", "host", kernels=0, frees=free_params))
         rs_in = Tensor(f"reduce_scatter_in({group})", "communication", self._bytes(group, p.reduce))

@@ -11,7 +11,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
+from costmodel.program.parallel.base import LAST, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -110,7 +110,8 @@ class MegatronDP(Strategy):
     def step(self, role: str, first: bool) -> list[Op]:
         p = self.precision
         copy = (Tensor("fp32 gradient copy", "temporaries", nbytes(self.local, "fp32")),) if p.master and p.gradient != "fp32" else ()
-        ops = [Op("gradient.to_fp32", "memory", nbytes=float(nbytes(self.local, p.gradient) + nbytes(self.local, "fp32")), dtype="fp32", allocs=copy)] if copy else []
+        moved = float(nbytes(self.local, p.gradient) + nbytes(self.local, "fp32"))
+        ops = [Op("gradient.to_fp32", "memory", nbytes=moved, dtype="fp32", allocs=copy)] if copy else []
         ops += update_ops(self.recipe.optimizer, self.update(role), first=first)
         if copy:
             ops.append(Op("gradient.release", "host", kernels=0, frees=copy))

@@ -13,7 +13,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import DDP, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
