@@ -126,7 +126,8 @@ def cases() -> list[Case]:
 
 def judge(one: Case) -> tuple[Any, float]:
     """The comparison of one run, and the seconds its dry run took."""
-    from costmodel import build_run, predict
+    from costmodel.inputs import build_run
+    from costmodel.predict import predict
     from execute.compare import compare
     from execute.dryrun import dry_run
     run = build_run(**one.given)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """Every private import from PyTorch, and every patch of it, in one place; tests hold it against the pinned version."""
 
 import contextlib
@@ -17,9 +18,10 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "all_gather", "bucket_assignment",
-           "ddp_bucket_caps", "engine_would_add_in_place", "fake_world", "fsdp_groups", "inner_tensors", "materialise", "reduce_scatter", "watch_fsdp",
-           "watch_resize", "watch_sharding_propagation"]
+__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "all_gather",
+           "around_ddp_forward", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "fake_world", "fsdp_groups",
+           "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "storage_key", "unsharded_gradients",
+           "watch_fsdp", "watch_resize", "watch_sharding_propagation"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
@@ -32,6 +34,19 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def group_by_name(name: str) -> dist.ProcessGroup | None:
+    """The process group that a functional collective names; None where it is no group's name."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    except (ValueError, RuntimeError, LookupError):
+        return None
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What two views of one storage have in common while it lives."""
+    return storage._cdata
 
 
 def inner_tensors(value: Any) -> Iterator[Tensor]:
@@ -140,21 +155,45 @@ def watch_resize(after: Callable[[torch.UntypedStorage], None]) -> Iterator[None
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
+def unsharded_gradients(group: FSDPParamGroup) -> list[Tensor]:
+    """The whole gradients that an FSDP2 group holds until it has reduced them."""
+    found = []
+    for p in group.fsdp_params:
+        found += [p.unsharded_accumulated_grad, p._unsharded_param.grad if hasattr(p, "_unsharded_param") else None]
+    return [g for g in found if g is not None]
+
+
 def bucket_assignment(tensors: list[Tensor], limits: list[int], order: list[int]) -> list[list[int]]:
     """DDP's buckets over `tensors`, taken as they come (`order` gives their indices), by its own C++ function."""
-    return dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors), order)[0]
+    groups: list[list[int]] = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors), order)[0]  # type: ignore[attr-defined]
+    return groups
 
 
 @contextlib.contextmanager
 def ddp_bucket_caps(first_bytes: int, bytes_cap: int) -> Iterator[None]:
     """DDP's default bucket caps inside; given as an argument, a cap would hold for the first bucket too."""
     from torch.nn.parallel import distributed as module
-    before = dist._DEFAULT_FIRST_BUCKET_BYTES, module._DEFAULT_BUCKET_CAP_MB
-    dist._DEFAULT_FIRST_BUCKET_BYTES, module._DEFAULT_BUCKET_CAP_MB = first_bytes, bytes_cap / (1 << 20)
+    defaults: tuple[tuple[Any, str, float], ...] = ((dist, "_DEFAULT_FIRST_BUCKET_BYTES", first_bytes),
+                                                    (module, "_DEFAULT_BUCKET_CAP_MB", bytes_cap / (1 << 20)))
+    before = [getattr(owner, name) for owner, name, _ in defaults]
+    for owner, name, value in defaults:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        dist._DEFAULT_FIRST_BUCKET_BYTES, module._DEFAULT_BUCKET_CAP_MB = before
+        for (owner, name, _), value in zip(defaults, before, strict=True):
+            setattr(owner, name, value)
+
+
+def around_ddp_forward(replica: nn.parallel.DistributedDataParallel, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Run what DDP does before a forward (it rebuilds its buckets once) inside `around()`."""
+    before = replica._pre_forward
+
+    def pre_forward(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return before(*args, **kwargs)
+
+    replica._pre_forward = pre_forward  # type: ignore[method-assign]
 
 
 def all_gather(full: Tensor, mine: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -184,5 +223,6 @@ def engine_would_add_in_place(func: Any, args: Any, kwargs: Any) -> bool:
     old, new = args
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or old.shape != new.shape or old.dtype != new.dtype:
         return False
-    held = old._use_count(), torch._C._storage_Use_Count(old.untyped_storage()._cdata)
-    return held == SEEN_FROM_DISPATCH and torch.ops.aten.is_non_overlapping_and_dense(old)
+    references: Any = old
+    held = references._use_count(), torch._C._storage_Use_Count(storage_key(old.untyped_storage()))
+    return held == SEEN_FROM_DISPATCH and bool(torch.ops.aten.is_non_overlapping_and_dense(old))

@@ -126,9 +126,7 @@ class Marks:
     def backward_ended(self) -> None:
         with torch.no_grad():
             for group in compat.fsdp_groups(self.prepared.model):
-                for p in group.fsdp_params:
-                    grads = [p.unsharded_accumulated_grad, p._unsharded_param.grad if hasattr(p, "_unsharded_param") else None]
-                    self.tracker.label(grads, "communication")
+                self.tracker.label(compat.unsharded_gradients(group), "communication")
             self._label_gradients()
 
     def _label_gradients(self) -> None:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """The kernels that a Run's device would pick, as seen by autograd: which tensors each saves for backward.
 
 `PLAIN` calls PyTorch and takes what it picks on the device at hand: right for a CPU Run and for a real GPU.

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """One decoder-only Transformer, GPT-style or Llama-style, from a Model; idiomatic eager PyTorch.
 
 Parameters have the names, shapes and order of costmodel.spec.parameters.
@@ -236,7 +237,7 @@ class Transformer(nn.Module):
                 x = self.run_layers(x, indices, tables)
         if m.final_norm:
             x = self.final_norm(x)
-        weight = self.embedding.weight if m.tied_embeddings else self.head.weight
+        weight = self.embedding.weight if self.head.weight is None else self.head.weight
         return head_and_loss(c.recipe, x, weight, self.head.bias, targets, c.around)
 
     @torch.no_grad()
@@ -247,12 +248,13 @@ class Transformer(nn.Module):
                 p.normal_(0.0, 0.02)
             else:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
-        if self.context.model.positions == "rope":
+        constants = dict(self.named_buffers(recurse=False))
+        if "cos" in constants:
             cos, sin = rotary_tables(*self.rotary_shape, self.context.compute)
-            self.cos.copy_(cos)
-            self.sin.copy_(sin)
-        if hasattr(self, "mask"):
-            self.mask.copy_(torch.ones_like(self.mask).triu(1))
+            constants["cos"].copy_(cos)
+            constants["sin"].copy_(sin)
+        if "mask" in constants:
+            constants["mask"].copy_(torch.ones_like(constants["mask"]).triu(1))
 
     def run_layers(self, x: Tensor, indices: range, tables: Tables) -> Tensor:
         for i in indices:

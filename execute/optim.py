@@ -71,7 +71,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[
     """
     optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds its local part there
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    device, host = [], []
+    device: list[Tensor] = []
+    host: list[Tensor] = []
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor):

@@ -98,11 +98,8 @@ def _group_of(args: Any, kwargs: Any) -> Any:
 
 def _named_group(args: Any, kwargs: Any) -> Any:
     for value in (*reversed(args), *kwargs.values()):
-        if isinstance(value, str):
-            try:
-                return dist.distributed_c10d._resolve_process_group(value)
-            except (ValueError, RuntimeError, LookupError):
-                continue
+        if isinstance(value, str) and (group := compat.group_by_name(value)) is not None:
+            return group
     return None
 
 

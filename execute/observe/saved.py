@@ -13,7 +13,7 @@ from costmodel.spec import Run
 from execute import compat
 from execute.dryrun import build
 from execute.dtypes import DTYPES, word
-from execute.model import Tables
+from execute.model import Layer, Tables
 
 
 class Saved(NamedTuple):
@@ -42,15 +42,16 @@ def saved_bytes_by_op(run: Run) -> list[Saved]:
     model = build(one, "meta", None)
     with compat.FakeTensorMode():
         compat.materialise(model, lambda t: torch.empty(t.shape, dtype=parameter if t.dtype == DTYPES[precision.parameter] else t.dtype))
-        layer = model.layers[0]
+        layer = next(iter(model.layers))
+        assert isinstance(layer, Layer)
         layer.checkpointed = False
         tables = Tables(getattr(model, "cos", None), getattr(model, "sin", None), getattr(model, "mask", None))
         x = torch.empty(shape, dtype=DTYPES[stream], requires_grad=True)
         with torch.autocast("cpu", DTYPES[precision.compute], enabled=precision.autocast):
             y = layer(x, tables)
-        roles = {t.untyped_storage()._cdata: "parameter" for t in model.parameters()}
-        roles |= {t.untyped_storage()._cdata: "constant" for t in model.buffers()}
-        roles[x.untyped_storage()._cdata] = "input"
+        roles = {compat.storage_key(t.untyped_storage()): "parameter" for t in model.parameters()}
+        roles |= {compat.storage_key(t.untyped_storage()): "constant" for t in model.buffers()}
+        roles[compat.storage_key(x.untyped_storage())] = "input"
         return _walk(y.grad_fn, roles)
 
 
@@ -73,7 +74,7 @@ def _walk(root: Any, roles: dict[int, str]) -> list[Saved]:
     numbers: dict[int, int] = {}
     for node in nodes:
         for name, tensor in _saved_tensors(node):
-            key = tensor.untyped_storage()._cdata
+            key = compat.storage_key(tensor.untyped_storage())
             first = key not in numbers
             number = numbers.setdefault(key, len(numbers))
             out.append(Saved(node.name().removesuffix("Backward0"), name, tuple(tensor.shape), word(tensor.dtype), tensor.untyped_storage().nbytes(),

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """The storage tracker: every tensor storage from its birth to its death, each with one category, on fake or real tensors.
 
 A TorchDispatchMode sees every operation and a weak reference sees every storage die, so the sum of the living is what an allocator
@@ -123,7 +124,7 @@ class StorageTracker(compat.TorchDispatchMode):
     def see(self, tensor: Tensor) -> int:
         """The serial number of a tensor's storage, which is known from now on."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = compat.storage_key(storage)
         serial = self._known.get(key)
         if serial is None:
             serial = next(self._serial)
@@ -150,7 +151,7 @@ class StorageTracker(compat.TorchDispatchMode):
         self._grow(serial, -self._size[serial])
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        serial = self._known.get(storage._cdata)
+        serial = self._known.get(compat.storage_key(storage))
         if serial is not None:
             self.op = "resize_"
             self._grow(serial, storage.nbytes() - self._size[serial])
@@ -220,8 +221,7 @@ class StorageTracker(compat.TorchDispatchMode):
     def _before_fsdp(self, group: compat.FSDPParamGroup, name: str) -> None:
         """An unsharded gradient is a communication buffer: FSDP2 owns it until it is reduced."""
         if name == "post_backward" and not self._paused:
-            unsharded = [p._unsharded_param.grad for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-            for tensor in compat.inner_tensors([g for g in unsharded if g is not None]):
+            for tensor in compat.inner_tensors(compat.unsharded_gradients(group)):
                 self.category[self.see(tensor)] = "communication"
 
     def follow(self, model: nn.Module) -> None:
@@ -260,22 +260,20 @@ class StorageTracker(compat.TorchDispatchMode):
         """The allocations of a step (all of them: None) in order: when, the total then, and its split."""
         running: Counter[str] = Counter()
         instants = []
-        for event in self.events:
-            category = self.category.get(event.storage, "temporaries")
-            running[category] += event.delta
-            if step in (None, event.moment.step) and category != HOST:
-                instants.append(Instant(event.moment, sum(v for k, v in running.items() if k != HOST), _shown(running)))
+        for event in self._on_device():
+            running[self.category.get(event.storage, "temporaries")] += event.delta
+            if step in (None, event.moment.step):
+                instants.append(Instant(event.moment, running.total(), _shown(running)))
         return instants
 
     def peak(self, step: str, phases: tuple[str, ...] = ()) -> Peak | None:
         """The highest instant of a step, or of some of its phases."""
         running: Counter[str] = Counter()
-        total, best, best_split, best_moment = 0, -1, {}, None
-        for event in self.events:
-            category = self.category.get(event.storage, "temporaries")
-            if category == HOST:
-                continue
-            running[category] += event.delta
+        total, best = 0, -1
+        best_split: dict[str, int] = {}
+        best_moment: Moment | None = None
+        for event in self._on_device():
+            running[self.category.get(event.storage, "temporaries")] += event.delta
             total += event.delta
             if event.moment.step == step and (not phases or event.moment.phase in phases) and total > best:
                 best, best_split, best_moment = total, dict(running), event.moment
@@ -292,31 +290,20 @@ class StorageTracker(compat.TorchDispatchMode):
         return best
 
     def living_at_peak(self, step: str) -> list[tuple[str, int, str, tuple[int, ...], str]]:
-        """The storages alive at the highest instant: category, bytes, the operation that made each, its shape and dtype."""
+        """The storages alive at the highest instant of a step: category, bytes, the operation that made each, its shape and dtype."""
+        total = highest = 0
+        until = -1
+        for i, event in enumerate(self._on_device()):
+            total += event.delta
+            if event.moment.step == step and total > highest:
+                highest, until = total, i
         sizes: Counter[int] = Counter()
-        total, best, snapshot = 0, -1, {}
-        for event in self.events:
-            if self.category.get(event.storage) == HOST:
-                continue
+        for event in itertools.islice(self._on_device(), until + 1):
             sizes[event.storage] += event.delta
-            total += event.delta
-            if event.moment.step == step and total > best:
-                best, snapshot = total, None
-                at = len(sizes), event
-                mark = at
-        if best < 0:
-            return []
-        sizes.clear()
-        total = 0
-        for event in self.events:
-            if self.category.get(event.storage) == HOST:
-                continue
-            sizes[event.storage] += event.delta
-            total += event.delta
-            if event is mark[1]:
-                snapshot = {k: v for k, v in sizes.items() if v}
-                break
-        return [(self.category.get(s, "temporaries"), size, *self.shape[s]) for s, size in sorted((snapshot or {}).items())]
+        return [(self.category.get(s, "temporaries"), size, *self.shape[s]) for s, size in sorted(sizes.items()) if size]
+
+    def _on_device(self) -> Iterator[Event]:
+        return (e for e in self.events if self.category.get(e.storage) != HOST)
 
 
 def _shown(split: dict[str, int] | Counter[str]) -> dict[str, int]:

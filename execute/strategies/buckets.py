@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """DDP's gradient buckets, re-enacted in Python with gradient hooks: the C++ reducer refuses fake tensors.
 
 What torch.nn.parallel.DistributedDataParallel's reducer allocates, copies and sends, in its order
@@ -73,7 +74,7 @@ class EmulatedReducer:
         bucket = self.bucket_of[p]
         view = bucket.views[p]
         assert p.grad is not None
-        if p.grad.untyped_storage()._cdata == view.untyped_storage()._cdata:
+        if compat.storage_key(p.grad.untyped_storage()) == compat.storage_key(view.untyped_storage()):
             view.div_(self.world)
         else:
             torch.mul(p.grad, 1.0 / self.world, out=view)

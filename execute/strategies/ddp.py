@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """DistributedDataParallel: every rank has all state; gradients are all-reduced in buckets during backward.
 
 Shards nothing. Sends an all-reduce of each bucket, in the dtype of the parameters, overlapping backward; with accumulation once per step
@@ -7,7 +8,6 @@ Shards nothing. Sends an all-reduce of each bucket, in the dtype of the paramete
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -57,11 +57,5 @@ def real_ddp(model: nn.Module, plan: Plan, region: Region = no_region) -> nn.par
     with compat.ddp_bucket_caps(plan.first_bucket_bytes, plan.bucket_bytes), warnings.catch_warnings(), region("ddp.buckets"):
         warnings.simplefilter("ignore", FutureWarning)
         replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=plan.gradient_as_bucket_view, broadcast_buffers=False)
-    before = replica._pre_forward
-
-    def pre_forward(*args: Any, **kwargs: Any) -> Any:
-        with region("ddp.buckets"):
-            return before(*args, **kwargs)
-
-    replica._pre_forward = pre_forward  # type: ignore[method-assign]
+    compat.around_ddp_forward(replica, lambda: region("ddp.buckets"))
     return replica

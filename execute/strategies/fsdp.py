@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """FSDP2 (ZeRO-3): fully_shard on every layer and on the root, which holds the embedding, the final norm and the head.
 
 Shards: parameters, gradients, optimizer state, dim 0 of each tensor over dp_shard. Sends, per micro-batch: an all-gather of each group
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from costmodel.spec import Run
 from execute.dtypes import DTYPES
@@ -31,15 +33,16 @@ def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
     p, precision = run.plan, run.recipe.precision
     mesh = mesh_of(run, device)
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
-    layers = list(model.layers)
+    layers = list(model.get_submodule("layers").children())
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=p.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for i, layer in enumerate(layers):
+    sharded: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for i, one in enumerate(sharded):
         if p.forward_prefetch:
-            layer.set_modules_to_forward_prefetch(layers[i + 1:i + 1 + p.forward_prefetch])
+            one.set_modules_to_forward_prefetch(sharded[i + 1:i + 1 + p.forward_prefetch])
         if not p.backward_prefetch:
-            layer.set_modules_to_backward_prefetch([layer])
+            one.set_modules_to_backward_prefetch([one])  # itself, already gathered: nothing ahead
 
 
 def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:
@@ -52,6 +55,8 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
         model.set_requires_gradient_sync(sync)
         yield
 
-    mesh = next(p for p in model.parameters()).device_mesh
-    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    first = next(model.parameters())
+    assert isinstance(first, DTensor)
+    mesh = first.device_mesh
+    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()), micro_batch=micro_batch, axes=axes)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """ZeRO-2 in plain PyTorch, which has none: gradients and optimizer state sharded, parameters whole.
 
 The parameters of a bucket (in reverse order of registration, up to plan.bucket_bytes) are views of one flat tensor, padded to a

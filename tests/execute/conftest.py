@@ -7,3 +7,8 @@ import pytest
 def _one_thread() -> None:
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """PyTorch's own ZeroRedundancyOptimizer still uses torch.jit."""
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")

@@ -20,7 +20,7 @@ def seen(run: Any) -> dict[str, Any]:
 
 
 def losses(run: Any) -> list[float]:
-    """Four steps on the same data in every strategy; the mean over ranks."""
+    """Three steps on the same data in every strategy; the mean over ranks."""
     from contextlib import nullcontext
 
     from execute import compat
@@ -36,7 +36,7 @@ def losses(run: Any) -> list[float]:
     prepared = chosen.prepare(run, model, dry=False, region=lambda name: nullcontext())
     torch.manual_seed(100 + dist.get_rank())
     batch = random_batch(run)
-    for _ in range(4):
+    for _ in range(3):
         loss = train_step(run, prepared, lambda: batch).clone()
         dist.all_reduce(loss)
         values.append(loss.item() / dist.get_world_size())
