@@ -32,7 +32,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         time = _time(run, prices, scan, step_time(role.step, prices, scan=scan), counts) if i == 0 else None
         roles.append(RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
                                 _collectives(counts, prices)))
-    r, micro = run.recipe, run.micro_batches * run.plan.dp
+    r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
     slowest = max((x for x in roles if x.time), key=lambda x: x.time.step_s if x.time else 0.0)
     return StepReport(
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
@@ -145,13 +145,14 @@ def _scaling(run: Run, profile: Profile, program: Program, priced: RunPrices, st
     role = builder.strategy.roles()[0][0]
     one, whole = (step_time(builder.step(role, False, m), prices, scan=scan).compute + prices.fixed
                   for m in (run.micro_batches, run.micro_batches * dp))
-    return Scaling(one / step_s, whole / (run.cluster.gpus * step_s), one, None)
+    return Scaling(one / step_s * dp / run.cluster.gpus, whole / (run.cluster.gpus * step_s), one, None)
 
 
 def single_gpu(run: Run) -> Run:
     """The same run on one GPU: every degree 1, the same micro-batch and accumulation."""
     cluster = run.cluster.model_copy(update={"gpus": 1, "levels": ()})
-    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1})
+    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
+                                         "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
     recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
     return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})
 

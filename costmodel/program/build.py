@@ -12,6 +12,7 @@ from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.tensor import TensorParallel
 from costmodel.program.parallel.zero import Zero1, Zero2
 from costmodel.program.tape import GradReady
 from costmodel.spec import PlanError, Run
@@ -78,7 +79,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
-            (p.tp > 1, "plan.tp", p.tp, "tensor parallelism", "Use tp = 1."),
             (p.pp > 1, "plan.pp", p.pp, "pipeline parallelism", "Use pp = 1."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
             (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
@@ -94,6 +94,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (r.cuda_graphs and r.compile is False, "recipe.cuda_graphs", True, "CUDA graphs of eager code", "Use compile = true with it.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
+    yield from TensorParallel.refusals(run)
 
 
 class Builder:
@@ -316,8 +317,11 @@ def compress(parts: list[tuple[Part, int]]) -> Seq:
 
 
 def builder_of(run: Run, like: Program) -> Builder:
-    """A builder for a run of the same model, recipe and kernels as `like`, whose recorded units and their ops it uses again."""
-    return Builder(run, like.numbers, strategy_of(run, like.numbers, like.inventory), like.inventory, like.builder)
+    """A builder for a run of the same model, recipe and kernels as `like`; it uses the recorded units and their ops again where
+    both run the same local shapes."""
+    same = like.builder.run.plan.tp == run.plan.tp and like.inventory.layers == run.model.layers
+    inventory = like.inventory if same else inventory_of(run)
+    return Builder(run, like.numbers, strategy_of(run, like.numbers, inventory), inventory, like.builder if same else None)
 
 
 def build(run: Run) -> Program:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from costmodel.program.parallel.tensor import local_param
 from costmodel.spec import DTYPE_BYTES, Run
 from costmodel.spec.parameters import Param, embedding_params, head_params, layer_params
 
@@ -44,9 +45,31 @@ class Inventory(NamedTuple):
         return max(p.numel for unit in (self.embedding, self.layer, self.head) for p in unit.params)
 
 
-def inventory_of(run: Run) -> Inventory:
-    m = run.model
-    return Inventory(_unit(embedding_params(m)), _unit(layer_params(m)), _unit(head_params(m)), m.layers)
+def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True, head: bool = True) -> Inventory:
+    """The parameters that a rank's tp share of a stage holds: `layers` of them (all), with or without embedding and head.
+
+    A stage with the head of a tied model, but without its embedding, holds a copy of the embedding's matrix.
+    """
+    m, t = run.model, run.plan.tp
+    top = head_params(m) if head else []
+    if head and m.tied_embeddings and not embedding:
+        top.insert(len(top) - m.head_bias, embedding_params(m)[0])
+    layer = layer_params(m.model_copy(update={"fused_qkv": True})) if run.plan.framework == "megatron" else layer_params(m)
+    if run.plan.framework == "megatron" and m.gated:
+        layer = _fused_gate(layer)
+    parts = (embedding_params(m) if embedding else [], layer, top)
+    first, inner, last = (_unit([local_param(p, t) for p in params]) for params in parts)
+    return Inventory(first, inner, last, m.layers if layers is None else layers)
+
+
+def _fused_gate(params: list[Param]) -> list[Param]:
+    """Megatron's first feed-forward matrix holds the gate's rows and up's."""
+    out: list[Param] = []
+    for p in params:
+        if p.name.startswith("mlp.gate."):
+            continue
+        out.append(Param(p.name, (2 * p.shape[0], *p.shape[1:])) if p.name.startswith("mlp.up.") else p)
+    return out
 
 
 def nbytes(numel: int, dtype: str) -> int:

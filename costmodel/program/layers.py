@@ -7,6 +7,7 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 from dataclasses import dataclass
 
 from costmodel.program.ir import Tensor
+from costmodel.program.parallel.tensor import TensorParallel
 from costmodel.program.tape import Back, Tape, Value
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
@@ -71,7 +72,7 @@ def resolved_attention(run: Run) -> str:
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
-    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "e", "weights_cast", "matmul_flops")
+    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "heads", "kv_heads", "ffn", "vocab")
 
     def __init__(self, run: Run, numbers: Numbers) -> None:
         self.tape = Tape(DTYPE_BYTES)
@@ -80,6 +81,12 @@ class Walk:
         self.batch = run.recipe.micro_batch
         self.seq = run.recipe.seq_len // run.plan.cp
         self.tokens = self.batch * self.seq
+        """Tokens inside the blocks."""
+        self.tp = TensorParallel(run)
+        self.rows = self.tokens // self.tp.t if self.tp.sp else self.tokens
+        """Tokens of the residual stream on this rank."""
+        m, t = run.model, self.tp.t
+        self.heads, self.kv_heads, self.ffn, self.vocab = m.heads // t, m.kv_heads // t, m.ffn // t, -(-m.vocab // t)
         self.e = DTYPE_BYTES[numbers.act]
         self.weights_cast = 0
         self.matmul_flops = 0.0
@@ -101,9 +108,11 @@ class Walk:
             if bias:
                 self.cast_weight(f"{name}.bias", out)
         y = tape.value(f"{name}.out", m * out, n.act)
+        keep = source.regather or source
         give = None if n.autocast else weight
         backs = [Back("dgrad", "matmul", 0, flops, moved, (1, m, out, width), n.act),
-                 Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param)]
+                 Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param,
+                      temp_bytes=source.nbytes if source.regather else 0)]
         if n.autocast:
             backs.append(self._cast_back(weight))
         if bias:
@@ -112,7 +121,10 @@ class Walk:
             backs.insert(at, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
             if n.autocast:
                 backs.append(self._cast_back(b))
-        tape.record(name, "matmul", (source,), (y,), saved=(source,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
+        if source.regather:
+            again = self.tp.comm("all-gather", source.nbytes, source.dtype)
+            backs.insert(0, Back("regather", "collective", None, comm=again, dtype=source.dtype, temp_bytes=source.nbytes))
+        tape.record(name, "matmul", (source,), (y,), saved=(keep,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
                     dims=(1, m, width, out), dtype=n.act)
         return y
 
@@ -138,7 +150,7 @@ class Walk:
         low = param.numel * self.e
         return Back(f"{param.name.rsplit('.', 1)[-1]}.cast", "memory", param, nbytes=float(low + 4 * param.numel), dtype="fp32", temp_bytes=low)
 
-    def norm(self, x: Value, name: str, width: int) -> Value:
+    def norm(self, x: Value, name: str, width: int, *, heads: bool = False) -> Value:
         """LayerNorm or RMSNorm over the last dim.
 
         CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row. Written out in elementary ops
@@ -152,9 +164,9 @@ class Walk:
         ebytes = x.ebytes
         backs = [Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=1 if (layer or n.table == "cuda") and r.fused_norm else 6)]
         if model.norm != "rmsnorm_no_weight":
-            backs.append(Back("wgrad", "memory", weight, nbytes=2.0 * x.nbytes, dtype=self._norm_param()))
-            if model.norm_bias and not name.endswith(("q_norm", "k_norm")):
-                backs.append(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=self._norm_param()))
+            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=2.0 * x.nbytes, dtype=n.param), heads)
+            if model.norm_bias and not heads:
+                backs += self._replicated(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=n.param), heads)
         fp32_rows = Tensor(f"{name}.rstd", "activations", rows * 4)
         wide = x.numel * 4
         if not r.fused_norm and not n.compiled:
@@ -175,8 +187,14 @@ class Walk:
                         nbytes=2.0 * x.nbytes + 6.0 * wide, dtype=x.dtype, kernels=6)
         return y
 
-    def _norm_param(self) -> str:
-        return self.n.param
+    def _replicated(self, back: Back, heads: bool) -> list[Back]:
+        """The gradient of a weight that every tp rank holds: summed over the ranks where each saw part of the tokens (or heads)."""
+        if self.tp.t == 1 or not (self.tp.sp or heads):
+            return [back]
+        assert isinstance(back.gives, Param)
+        nbytes = back.gives.numel * DTYPE_BYTES[back.dtype]
+        total = Back(f"{back.name}.all_reduce", "collective", back.gives, dtype=back.dtype, comm=self.tp.comm("all-reduce", nbytes, back.dtype))
+        return [back._replace(gives=None, temp_bytes=nbytes), total]
 
     def rope(self, x: Value, name: str, fraction: float) -> Value:
         """q·cos + rotate_half(q)·sin; the constants are not saved activations."""
@@ -206,10 +224,11 @@ class Walk:
         return y
 
     def gate(self, gate: Value, up: Value, name: str) -> Value:
-        """act(gate)·up. Eager saves the gate, the activated gate and up; compiled code recomputes the activated gate."""
+        """act(gate)·up. Eager saves the gate, the activated gate and up; compiled code and Megatron's fused kernel compute the
+        activated gate again."""
         y = self.tape.value(f"{name}.product", up.numel, up.dtype)
         b = up.nbytes
-        if self.n.compiled:
+        if self.n.compiled or self.tp.megatron:
             self.tape.record(f"{name}.gate", "memory", (gate, up), (y,), saved=(gate, up), nbytes=3.0 * b, dtype=up.dtype,
                              backs=(Back("grad", "memory", 0, nbytes=5.0 * b, dtype=up.dtype), Back("grad_up", "memory", 1, kernels=0, dtype=up.dtype)))
             return y
@@ -248,42 +267,44 @@ class Walk:
     def attention(self, x: Value) -> Value:
         """Self-attention from the normed input to the output projection."""
         m, n = self.run.model, self.n
-        h, qw, kw = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
-        if m.fused_qkv:
-            q, k, v = self.fused_qkv(x, qw, kw)
+        h, qw, kw = m.hidden, self.heads * m.head_dim, self.kv_heads * m.head_dim
+        x = self.tp.enter(self, x, "attention")
+        if m.fused_qkv or self.tp.megatron:
+            copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math")
+            q, k, v = self.fused_linear(x, "attention.qkv", (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)), m.qkv_bias, copied=copied)
         else:
             q = self.linear(x, "attention.q", qw, h, m.qkv_bias)
             k = self.linear(x, "attention.k", kw, h, m.qkv_bias)
             v = self.linear(x, "attention.v", kw, h, m.qkv_bias)
         if m.qk_norm != "none":
-            q = self.norm(q, "attention.q_norm", qw if m.qk_norm == "full" else m.head_dim)
-            k = self.norm(k, "attention.k_norm", kw if m.qk_norm == "full" else m.head_dim)
+            q = self.norm(q, "attention.q_norm", qw if m.qk_norm == "full" else m.head_dim, heads=True)
+            k = self.norm(k, "attention.k_norm", kw if m.qk_norm == "full" else m.head_dim, heads=True)
         if m.positions == "rope":
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
         q, k, v = (self.cast(t, n.act) for t in (q, k, v))
         out = self.eager_attention(q, k, v) if n.attention in ("eager", "math") else self.flash_attention(q, k, v)
-        return self.linear(out, "attention.out", h, qw, m.attention_out_bias)
+        return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
 
-    def fused_qkv(self, x: Value, qw: int, kw: int) -> tuple[Value, Value, Value]:
-        """One matmul, three views of its output; backward concatenates their gradients before the two matmuls.
+    def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:
+        """One matmul, views of its output; backward concatenates their gradients before its own matmuls.
 
-        The views share one allocation: where q and k are rotated (copied) and v is saved, v alone keeps all of it alive.
+        The views share one allocation. Where all but the last are `copied` by what follows, the last alone keeps all of it alive.
         """
-        m, n = self.run.model, self.n
-        y = self.linear(x, "attention.qkv", qw + 2 * kw, m.hidden, m.qkv_bias)
+        width, n = self.run.model.hidden, self.n
+        y = self.linear(x, name, sum(size for _, size in parts), width, bias)
         node = self.tape.take_back()
         total = y.nbytes
-        q, k, v = (self.tape.value(name, self.tokens * width, n.act) for name, width in
-                   (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)))
-        copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math")
+        views = tuple(self.tape.value(view, self.tokens * size, n.act) for view, size in parts)
         if copied:
-            q.own_bytes, k.own_bytes, v.own_bytes = 0, 0, total
+            for view in views:
+                view.own_bytes = 0
+            views[-1].own_bytes = total
         backs = tuple(b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
         cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total)
-        self.tape.record(node.name, node.kind, node.inputs, (q, k, v), saved=node.saved, extra=node.extra, backs=(cat, *backs),
+        self.tape.record(node.name, node.kind, node.inputs, views, saved=node.saved, extra=node.extra, backs=(cat, *backs),
                          flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)
-        return q, k, v
+        return views
 
     def flash_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Fused attention: saves q, k, v, the output and an fp32 log-sum-exp per head and token; no s² tensor.
@@ -293,11 +314,11 @@ class Walk:
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         causal = self.run.recipe.causal
-        flops = 4.0 * b * m.heads * float(s) * s * m.head_dim * (0.5 if causal else 1.0)
+        flops = 4.0 * b * self.heads * float(s) * s * m.head_dim * (0.5 if causal else 1.0)
         self.matmul_flops += 0.0
         out = self.tape.value("attention.core", q.numel, q.dtype)
-        lse = Tensor("attention.lse", "activations", b * m.heads * s * 4)
-        dims = (b, m.heads, m.kv_heads, s, s, m.head_dim, int(causal))
+        lse = Tensor("attention.lse", "activations", b * self.heads * s * 4)
+        dims = (b, self.heads, self.kv_heads, s, s, m.head_dim, int(causal))
         moved = float(q.nbytes * 2 + k.nbytes + v.nbytes)
         name = f"attention:{n.attention}"
         backs = (Back("grad_q", "attention", 0, 2.5 * flops, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
@@ -314,15 +335,15 @@ class Walk:
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         groups = m.heads // m.kv_heads
-        scores_numel, d, e = b * m.heads * s * s, m.head_dim, self.e
-        flops = 2.0 * b * m.heads * float(s) * s * d
-        moved = float(e * (b * m.heads * (2 * s * d) + scores_numel))
+        scores_numel, d, e = b * self.heads * s * s, m.head_dim, self.e
+        flops = 2.0 * b * self.heads * float(s) * s * d
+        moved = float(e * (b * self.heads * (2 * s * d) + scores_numel))
         k, v = (self._repeat(t, groups) for t in (k, v))
         scores = self.tape.value("attention.scores", scores_numel, n.act)
-        bmm = (b * m.heads, s, d, s)
+        bmm = (b * self.heads, s, d, s)
         self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=bmm, dtype=n.act,
-                         backs=(Back("grad_q", "matmul", 0, flops, moved, (b * m.heads, s, s, d), n.act),
-                                Back("grad_k", "matmul", 1, flops, moved, (b * m.heads, s, s, d), n.act)))
+                         backs=(Back("grad_q", "matmul", 0, flops, moved, (b * self.heads, s, s, d), n.act),
+                                Back("grad_k", "matmul", 1, flops, moved, (b * self.heads, s, s, d), n.act)))
         sb = scores.nbytes
         scaled = self.tape.value("attention.scaled", scores_numel, n.act)
         fused = n.compiled or n.attention == "math"
@@ -339,7 +360,7 @@ class Walk:
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
         used = self.cast(self.dropout(probs, "attention.probs"), n.act)
         out = self.tape.value("attention.core", q.numel, n.act)
-        bmm2 = (b * m.heads, s, s, d)
+        bmm2 = (b * self.heads, s, s, d)
         self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=bmm2, dtype=n.act,
                          backs=(Back("grad_p", "matmul", 0, flops, moved, bmm, n.act), Back("grad_v", "matmul", 1, flops, moved, bmm2, n.act)))
         merged = self.tape.value("attention.merged", out.numel, n.act)
@@ -360,14 +381,18 @@ class Walk:
 
     def mlp(self, x: Value) -> Value:
         """The dense feed-forward block."""
-        m = self.run.model
-        if m.gated:
-            gate = self.linear(x, "mlp.gate", m.ffn, m.hidden, m.mlp_bias)
-            up = self.linear(x, "mlp.up", m.ffn, m.hidden, m.mlp_bias)
+        m, ffn = self.run.model, self.ffn
+        x = self.tp.enter(self, x, "mlp")
+        if m.gated and self.tp.megatron:
+            gate, up = self.fused_linear(x, "mlp.up", (("mlp.gate", ffn), ("mlp.up", ffn)), m.mlp_bias, copied=False)
+            inner = self.gate(gate, up, "mlp")
+        elif m.gated:
+            gate = self.linear(x, "mlp.gate", ffn, m.hidden, m.mlp_bias)
+            up = self.linear(x, "mlp.up", ffn, m.hidden, m.mlp_bias)
             inner = self.gate(gate, up, "mlp")
         else:
-            inner = self.activation(self.linear(x, "mlp.up", m.ffn, m.hidden, m.mlp_bias), "mlp")
-        return self.linear(inner, "mlp.down", m.hidden, m.ffn, m.mlp_bias)
+            inner = self.activation(self.linear(x, "mlp.up", ffn, m.hidden, m.mlp_bias), "mlp")
+        return self.tp.leave(self, self.linear(inner, "mlp.down", m.hidden, ffn, m.mlp_bias), "mlp.down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,16 +430,16 @@ def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
 
 
 def model_attention_flops(run: Run) -> float:
-    """Attention FLOPs of one layer's forward over one micro-batch, the whole square counted (no causal halving)."""
+    """Attention FLOPs of one layer's forward over one micro-batch on one rank, the whole square counted (no causal halving)."""
     m, r = run.model, run.recipe
-    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / run.plan.cp
+    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / (run.plan.cp * run.plan.tp)
 
 
 def layer_unit(run: Run, numbers: Numbers) -> Unit:
     """One dense layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
     m = run.model
     w = Walk(run, numbers)
-    x = w.tape.input("hidden", w.tokens * m.hidden, numbers.residual)
+    x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     n = m.norms_per_layer
     if m.parallel_residual:
         first = w.norm(x, "attention_norm", m.hidden)
@@ -446,12 +471,13 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
     w = Walk(run, numbers)
     dtype = numbers.param
     e = DTYPE_BYTES[dtype]
-    table = Param("embedding.weight", (m.vocab, m.embedding_dim))
+    table = Param("embedding.weight", (w.vocab, m.embedding_dim))
     width = m.embedding_dim
     y = w.tape.value("embedding.out", w.tokens * width, dtype)
     grad_bytes = float(table.numel * e + w.tokens * width * e * 2)
     w.tape.record("embedding", "memory", (), (y,), nbytes=2.0 * y.nbytes, dtype=dtype,
                   backs=(Back("wgrad", "memory", table, nbytes=grad_bytes, dtype=numbers.param, kernels=3),))
+    y = w.tp.leave(w, y, "embedding")
     if m.position_rows:
         rows = Param("positions.weight", (m.position_rows, m.hidden))
         at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
@@ -478,7 +504,7 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
     """
     m, r = run.model, run.recipe
     w = Walk(run, numbers)
-    x = w.tape.input("hidden", w.tokens * m.hidden, numbers.residual)
+    x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     y = w.norm(x, "final_norm", m.hidden) if m.final_norm else x
     if r.loss == "chunked":
         loss = _chunked_loss(w, y)
@@ -486,16 +512,20 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
         loss = _fused_loss(w, y)
     else:
         name = "embedding" if m.tied_embeddings else "head"
-        logits = w.linear(y, name, m.vocab, m.hidden, m.head_bias)
-        loss = _cross_entropy(w, logits, r.loss == "bf16")
+        logits = w.linear(w.tp.enter(w, y, "head"), name, w.vocab, m.hidden, m.head_bias)
+        loss = _cross_entropy(w, w.tp.gather_logits(w, logits), r.loss == "bf16")
     y.last_use = len(w.tape.nodes) - 1
     return _unit(w, x, loss)
 
 
 def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     tape = w.tape
+    if w.tp.megatron:
+        return _vocabulary_parallel_loss(w, logits)
     wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
     fused = w.n.compiled
+    w.tp.loss_sums(w, w.tokens, "loss.max")
+    w.tp.loss_sums(w, w.tokens, "loss.sum")
     log_probs = tape.value("loss.log_softmax", wide.numel, wide.dtype)
     tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=2.0 * wide.nbytes, dtype=wide.dtype,
                 backs=(Back("grad", "memory", 0, nbytes=(1.0 if fused else 3.0) * wide.nbytes, dtype=wide.dtype),))
@@ -503,6 +533,20 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     tape.record("loss.nll", "memory", (log_probs,), (loss,), nbytes=float(w.tokens * 8), dtype=wide.dtype,
                 extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
                 backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=2),))
+    w.tp.loss_sums(w, w.tokens, "loss.target")
+    return loss
+
+
+def _vocabulary_parallel_loss(w: Walk, logits: Value) -> Value:
+    """Megatron's cross-entropy: the exponentials replace an fp32 copy of the logits in place and are saved; backward turns them into
+    the gradient in place: 6 bytes a logit at the peak (NVIDIA/Megatron-LM core/tensor_parallel/cross_entropy.py)."""
+    for name in ("loss.max", "loss.sum", "loss.target"):
+        w.tp.loss_sums(w, w.tokens, name)
+    loss = w.tape.value("loss", 1, "fp32")
+    kept = Tensor("loss.softmax", "activations", logits.numel * 4)
+    moved = float(logits.nbytes + 5 * kept.nbytes)
+    w.tape.record("loss.cross_entropy", "memory", (logits,), (loss,), extra=(kept,), nbytes=moved, dtype="fp32", kernels=8,
+                  backs=(Back("grad", "memory", 0, nbytes=float(2 * kept.nbytes + logits.nbytes), dtype=logits.dtype, kernels=3),))
     return loss
 
 

@@ -14,7 +14,7 @@ from costmodel.spec.parameters import Param
 class Value:
     """A tensor of the forward program."""
 
-    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "last_use", "made_by", "outside", "own_bytes")
+    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "last_use", "made_by", "outside", "own_bytes", "grad_comm", "regather")
 
     def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
         self.name = name
@@ -31,6 +31,10 @@ class Value:
         """Owned by another block: an input, or a constant."""
         self.own_bytes: int = numel * ebytes
         """What it keeps allocated: its own bytes, unless it is a view of something else."""
+        self.grad_comm: Comm | None = None
+        """Its gradient, once complete, is summed over a group by this collective."""
+        self.regather: Value | None = None
+        """Whoever would save it saves this instead, and backward gathers it again."""
 
     @property
     def nbytes(self) -> int:
@@ -173,6 +177,18 @@ class Tape:
                 return index
         return len(self.nodes)
 
+    @staticmethod
+    def _summed(v: Value, grad: "_Grad", ops: "list[Op | GradReady]") -> "_Grad":
+        """The complete gradient of a value, after the collective that it needs (out of place)."""
+        if v.grad_comm is None:
+            return grad
+        made = _Grad(grad.name, grad.nbytes)
+        grad.refs -= 1
+        frees = () if grad.refs else (Tensor(grad.name, "temporaries", grad.nbytes),)
+        ops.append(Op(f"{v.name}.grad.all_reduce", "collective", dtype=v.dtype, allocs=(Tensor(made.name, "temporaries", made.nbytes),),
+                      frees=frees, comm=v.grad_comm))
+        return made
+
     def backward(self, output: Value, entry: Value | None = None, *, free_entry: bool = False) -> list[Op | GradReady]:
         """Backward ops, from the gradient of `output` (allocated by whoever made it, freed here) to that of `entry`.
 
@@ -187,7 +203,7 @@ class Tape:
         ops: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
-            out_grads = [grads.pop(id(v)) for v in node.outputs if id(v) in grads]
+            out_grads = [self._summed(v, grads.pop(id(v)), ops) for v in node.outputs if id(v) in grads]
             frees: list[Tensor] = []
             kept = node.extra
             for v in dict.fromkeys(node.saved):
