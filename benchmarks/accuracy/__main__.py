@@ -1,4 +1,4 @@
-"""python -m benchmarks.accuracy [--records FILE.jsonl] [--rows OUT.jsonl] [--json] [--plot DIR] [--worst 20]
+"""python -m benchmarks.accuracy [--records FILE.jsonl] [--rows OUT.jsonl] [--json] [--plot DIR] [--worst 20] [--docs PAGE]
 
 Predicts every published record and reports how far off it is. Exit 1 where a prediction failed with an error of its own.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accuracy.assumptions import PUBLISHED, RULES_FILE, load_rules
+from benchmarks.accuracy.markdown import fill
 from benchmarks.accuracy.score import line, load_records, score_all
 from benchmarks.accuracy.statistics import summary
 from benchmarks.accuracy.text import report
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, help="write one line of JSON per record to this file")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--plot", type=Path, help="write plots of predicted against measured (.svg) into this folder")
+    parser.add_argument("--docs", type=Path, help="fill the tables of this page (docs/accuracy.md)")
     parser.add_argument("--worst", type=int, default=20, help="how many of the rows furthest off to show")
     args = parser.parse_args(argv)
     rows = score_all(load_records(args.records), load_rules(args.assumptions))
@@ -31,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from benchmarks.accuracy.plot import plot_all
         print(f"{len(plot_all(rows, args.plot))} plots in {args.plot}", file=sys.stderr)
     found = summary(rows)
+    if args.docs:
+        fill(args.docs, found)
     if args.json:
         print(json.dumps(found, indent=1))
     else:

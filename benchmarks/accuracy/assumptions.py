@@ -2,8 +2,9 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "published"
 RULES_FILE = PUBLISHED / "assumptions.toml"
-OPERATORS = {
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "has": lambda stated, want: want in str(stated or ""),
     "lacks": lambda stated, want: want not in str(stated or ""),
     "missing": lambda stated, want: (stated is None) is want,
@@ -36,7 +37,7 @@ class Rule:
     reason: str
     value: Any = None
     pattern: str = ""
-    when: Mapping[str, Any] = field(default_factory=dict)
+    when: Mapping[str, Any] = dataclass_field(default_factory=dict)
     overrides: bool = False
     """Wins over what the reader takes from the record."""
 
@@ -66,7 +67,7 @@ def applies(when: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
     for path, want in when.items():
         stated = look_up(record, path)
         if isinstance(want, Mapping):
-            if not all(OPERATORS[name](stated, value) for name, value in want.items()):
+            if not all(OPERATORS[operator](stated, value) for operator, value in want.items()):
                 return False
         elif stated not in want if isinstance(want, list) else stated != want:
             return False

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.accuracy.__main__ import main
 from benchmarks.accuracy.assumptions import Rules, applies, load_rules
+from benchmarks.accuracy.markdown import fill
 from benchmarks.accuracy.plot import plot_all, ticks
 from benchmarks.accuracy.reader import Refused, network_rate, read
 from benchmarks.accuracy.score import Pair, Row, line, load_records, score, score_all
@@ -367,3 +368,13 @@ def test_ticks_lie_inside() -> None:
     assert ticks(0.9, 120) == [1, 2, 5, 10, 20, 50, 100]
     assert all(10 <= t <= 11.5 for t in ticks(10, 11.5))
     assert len(ticks(10, 11.5)) >= 3
+
+
+def test_a_page_keeps_its_text_and_gets_its_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- rows -->\nold\n<!-- /rows -->\nbetween\n<!-- refused -->\n<!-- /refused -->\nafter\n")
+    found = summary([score(record(), load_rules()), score(record(**{"recipe.seq_len": None}), load_rules())])
+    for _ in range(2):
+        fill(page, found)
+    assert page.read_text() == ("before\n<!-- rows -->\n2 records: 1 predicted, 1 refused.\n<!-- /rows -->\nbetween\n<!-- refused -->\n"
+                                "| rows | refused because |\n|---|---|\n| 1 | sequence length not stated |\n<!-- /refused -->\nafter\n")
