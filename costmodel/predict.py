@@ -1,15 +1,15 @@
 """Run (+ Profile) -> StepReport: builds the program and puts its memory and time readings together."""
 
-import math
-
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build, builder_of
 from costmodel.program.ir import Block, block_counts
+from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
-from costmodel.simulate import Clocks, Scan, step_time
+from costmodel.simulate import Scan, step_time
 from costmodel.spec import Run
+from costmodel.timing import pipeline_times, step_report
 
 RISKY_SHARE = 0.90
 """Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
@@ -23,23 +23,24 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     Raises PlanError where something is not predicted yet.
     """
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
-    program = build(run)
+    pipelined = run.plan.pp > 1
+    program = build_pipeline(run) if pipelined else build(run)
     prices = RunPrices(run, constants)
     scan = Scan(prices)
-    roles: list[RoleReport] = []
-    for i, role in enumerate(program.roles):
-        counts = block_counts(role.step)
-        time = _time(run, prices, scan, step_time(role.step, prices, scan=scan), counts) if i == 0 else None
-        roles.append(RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
-                                _collectives(counts, prices)))
+    counts = [block_counts(role.step) for role in program.roles]
+    times: list[TimeReport | None] = [*pipeline_times(run, program, prices, scan)] if pipelined else [None] * len(counts)
+    if not pipelined:
+        times[0] = step_report(run, prices, scan, step_time(program.roles[0].step, prices, scan=scan), counts[0])
+    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
+                        _collectives(count, prices)) for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
-    slowest = max((x for x in roles if x.time), key=lambda x: x.time.step_s if x.time else 0.0)
+    slowest = max((t for t in times if t), key=lambda t: t.step_s)
     return StepReport(
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
-        scaling=_scaling(run, constants, program, prices, slowest.time.step_s) if scaling and slowest.time else None,
-        bound_by=_bound_by(slowest.time), notes=tuple(_notes(run, constants, program)), basis=_basis(constants, run))
+        scaling=_scaling(run, constants, program, prices, slowest.step_s) if scaling else None,
+        bound_by=_bound_by(slowest), notes=tuple(_notes(run, constants, program)), basis=_basis(constants, run))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------
@@ -81,39 +82,6 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------
-
-
-def _busy(counts: list[tuple[Block, int]], scan: Scan) -> tuple[dict[str, float], float]:
-    """Seconds of the compute stream's kernels by what they are; seconds of the host."""
-    busy: dict[str, float] = {}
-    host = 0.0
-    for block, times in counts:
-        compiled = scan.of(block)
-        whole = block.phase if block.phase in ("recompute", "optimizer") else ""
-        host += times * compiled.host_s
-        for kind, seconds in compiled.busy.items():
-            name = whole or ("memory-bound" if kind == "memory" else kind)
-            busy[name] = busy.get(name, 0.0) + times * seconds
-    return busy, host
-
-
-def _time(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: list[tuple[Block, int]]) -> TimeReport:
-    """The scan's end, with the fixed cost of a step and the wait for the slowest rank."""
-    stragglers = clocks.compute * prices.jitter * math.log2(run.cluster.gpus)
-    breakdown, host = _busy(counts, scan)
-    exposed = {axis: s for axis, s in clocks.waits.items() if axis not in ("host", "")}
-    breakdown["host wait"] = clocks.waits.get("host", 0.0)
-    for axis, seconds in exposed.items():
-        breakdown[f"exposed {axis}"] = seconds
-    breakdown["contention"] = clocks.contention
-    breakdown["stragglers"] = stragglers
-    breakdown["fixed"] = prices.fixed
-    phases = dict(clocks.phases)
-    phases["stragglers"], phases["fixed"] = stragglers, prices.fixed
-    step = clocks.compute + stragglers + prices.fixed
-    keep = {k: v for k, v in breakdown.items() if v}
-    return TimeReport(step, {k: v for k, v in phases.items() if v}, keep, {a: s for a, s in clocks.comm.items() if s},
-                      exposed, host, 0.0)
 
 
 def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Collective, ...]:

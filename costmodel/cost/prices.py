@@ -6,6 +6,8 @@ from costmodel.cost.network import Group, NetworkCosts, group_of, network_costs
 from costmodel.program.ir import Comm, Op
 from costmodel.spec import Run
 
+EMBEDDING_AXIS = "embedding"
+"""First and last pipeline stage, which share a tied embedding."""
 AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Rank order, innermost first: consecutive ranks differ in tp, then cp, then the data-parallel axes, then pp."""
 
@@ -27,6 +29,8 @@ def axis_groups(run: Run) -> dict[str, Group]:
         else:
             groups[axis] = group_of(run.cluster, sizes[axis], stride)
         stride *= sizes[axis]
+    if p.pp > 1:
+        groups[EMBEDDING_AXIS] = group_of(run.cluster, 2, run.cluster.gpus // 2)
     return groups
 
 
@@ -73,6 +77,8 @@ class RunPrices:
         """Seconds of one collective of `nbytes` (the message convention of ir.Comm) over `size` ranks of an axis."""
         key = (axis, kind, nbytes, size)
         seconds = self._comm.get(key)
+        if seconds is None and kind == "recv":
+            seconds = self._comm[key] = 0.0
         if seconds is None:
             group = self.groups[axis]
             assert group.size == size, f"axis {axis} has {group.size} ranks, not {size}"

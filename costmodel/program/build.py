@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
@@ -12,6 +13,8 @@ from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
+from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
 from costmodel.program.parallel.zero import Zero1, Zero2
 from costmodel.program.tape import GradReady
@@ -33,6 +36,8 @@ class Program:
     recomputed: float
     """Share of the layers that backward computes again."""
     builder: "Builder"
+    pipeline: tuple[Any, ...] = ()
+    """The pipeline's ranks (costmodel.program.stages.PipelineRank); empty without pipeline parallelism."""
 
     @property
     def model_flops(self) -> float:
@@ -79,7 +84,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
-            (p.pp > 1, "plan.pp", p.pp, "pipeline parallelism", "Use pp = 1."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
             (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
             (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
@@ -95,13 +99,16 @@ def refusals(run: Run) -> Iterator[PlanError]:
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     yield from TensorParallel.refusals(run)
+    yield from pipeline_refusals(run)
 
 
 class Builder:
     """Assembles one role's step; equal blocks are made once."""
 
-    def __init__(self, run: Run, numbers: Numbers, strategy: Strategy, inventory: Inventory, like: "Builder | None" = None) -> None:
+    def __init__(self, run: Run, numbers: Numbers, strategy: Strategy, inventory: Inventory, like: "Builder | None" = None,
+                 stage: Stage | None = None) -> None:
         self.run = run
+        self.stage = stage or Stage(WHOLE, inventory.layers, True, True)
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
@@ -109,9 +116,15 @@ class Builder:
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
         self.parts: dict[object, Seq] = {}
-        self.micro: dict[str, Seq] = {}
+        self.slots: dict[tuple[str, str], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
-        self.raw_backward: dict[str, list[Op | GradReady]] = like.raw_backward if like else {}
+        self.raw_backward: dict[object, list[Op | GradReady]] = like.raw_backward if like else {}
+        layer = self.unit[LAYER]
+        assert layer.entry is not None
+        self.links = Links(run, self.stage, layer.entry.numel // run.model.hidden, layer.entry.dtype)
+        last = self.layers - 1
+        self.borrowed = [(i == 0 and self.links.borrows_input, i == last and self.links.borrows_gradient) for i in range(self.layers)]
+        """Layers whose input, and whose output's gradient, belong to a receive buffer."""
         c = run.plan.checkpointing
         self.group = c.group if c.mode == "full" else 1
         self.every = c.every if c.mode == "full" else 1
@@ -133,7 +146,7 @@ class Builder:
         key = (unit, save, drop, until)
         if key not in self.raw:
             u = self.unit[unit]
-            self.raw[key] = u.tape.forward((u.exit,) if until is None else (), save=save, until=until, drop=u.entry if drop else None)
+            self.raw[key] = u.tape.forward((u.exit, *u.kept) if until is None else (), save=save, until=until, drop=u.entry if drop else None)
         return self.raw[key]
 
     def _saves_entry(self, unit: str) -> bool:
@@ -142,9 +155,9 @@ class Builder:
 
     def _runs(self, phase: str, micro: str) -> Iterator[tuple[int, int, bool, object]]:
         """Stretches of layers that are treated alike: (first layer, how many, checkpointed, the strategy's key)."""
-        keys = zip(self.checkpointed, self.strategy.layer_variants(phase, micro), strict=True)
+        keys = zip(self.checkpointed, self.strategy.layer_variants(phase, micro), self.borrowed, strict=True)
         index = 0
-        for (chk, variant), run in groupby(keys):
+        for (chk, variant, _), run in groupby(keys):
             n = len(list(run))
             yield index, n, chk, variant
             index += n
@@ -156,11 +169,12 @@ class Builder:
             if chk and self.group > 1:
                 parts += [(self._forward_block(i, micro, chk, i % self.group != 0, variant), 1) for i in range(first, first + n)]
             else:
-                parts.append((self._forward_block(first, micro, chk, not chk and not self._saves_entry(LAYER), variant), n))
+                drop = not chk and not self._saves_entry(LAYER) and not self.borrowed[first][0]
+                parts.append((self._forward_block(first, micro, chk, drop, variant), n))
         return parts
 
     def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Seq:
-        key = ("forward", chk, drop, variant)
+        key = ("forward", chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
             s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
             self.parts[key] = self.wrapped(LAYER, "forward", s.before_forward(LAYER, index, micro), core, s.after_forward(LAYER, index, micro))
@@ -173,26 +187,32 @@ class Builder:
         return self.blocks[key]
 
     def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
-        s, drop = self.strategy, unit == HEAD and not self._saves_entry(HEAD)
+        alone = self.layers == 0 and self.links.borrows_input
+        s, drop = self.strategy, unit == HEAD and not self._saves_entry(HEAD) and not alone
         return self.wrapped(unit, "forward", [*before, *s.before_forward(unit, 0, micro)], self.forward_core(unit, save=True, drop=drop),
                             [*s.after_forward(unit, 0, micro), *after])
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
-    def _with_gradients(self, unit: str, index: int, micro: str) -> list[Op]:
+    def _raw_backward(self, unit: str, borrowed: tuple[bool, bool]) -> list[Op | GradReady]:
+        """The unit's backward as the tape derives it."""
+        key = (unit, borrowed)
+        if key not in self.raw_backward:
+            u = self.unit[unit]
+            self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=self._saves_entry(unit) and not borrowed[0], owned=not borrowed[1])
+        return self.raw_backward[key]
+
+    def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool]) -> list[Op]:
         """The unit's backward, with what the strategy does as each gradient appears.
 
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it.
         """
-        if unit not in self.raw_backward:
-            u = self.unit[unit]
-            self.raw_backward[unit] = u.tape.backward(u.exit, u.entry, free_entry=self._saves_entry(unit))
         out: list[Op] = []
-        for item in self.raw_backward[unit]:
+        for item in self._raw_backward(unit, borrowed):
             if isinstance(item, Op):
                 out.append(item)
                 continue
-            tied = self.run.model.tied_embeddings and item.param.name == "embedding.weight"
+            tied = self.run.model.tied_embeddings and item.param.name == "embedding.weight" and self.stage.first and self.stage.last
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
             if tied and unit == HEAD:
                 out[-1] = out[-1]._replace(allocs=(*out[-1].allocs, first_use))
@@ -246,21 +266,22 @@ class Builder:
     def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Seq:
         """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
         s, u = self.strategy, self.unit[LAYER]
-        release = span is not None and index == span[0] and not self._saves_entry(LAYER)
-        key = ("backward", micro, release, variant, *(self._place(index, span) if span else ()))
+        borrowed = self.borrowed[index]
+        release = span is not None and index == span[0] and not self._saves_entry(LAYER) and not borrowed[0]
+        key = ("backward", micro, release, borrowed, variant, *(self._place(index, span) if span else ()))
         if key not in self.parts:
             before = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
             after = s.after_backward(LAYER, index, micro)
             if release and u.entry is not None:
                 after = [Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)), *after]
-            self.parts[key] = self.wrapped(LAYER, "backward", before, self.backward_core(LAYER, index, micro, variant), after)
+            self.parts[key] = self.wrapped(LAYER, "backward", before, self.backward_core(LAYER, index, micro, variant, borrowed), after)
         return self.parts[key]
 
-    def backward_core(self, unit: str, index: int, micro: str, variant: object) -> Block:
+    def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear."""
-        key = (unit, "backward", self.strategy.gradient_key(micro, variant))
+        key = (unit, "backward", borrowed, self.strategy.gradient_key(micro, variant))
         if key not in self.blocks:
-            self.block(key, unit, "backward", self._with_gradients(unit, index, micro))
+            self.block(key, unit, "backward", self._with_gradients(unit, index, micro, borrowed))
         return self.blocks[key]
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
@@ -270,29 +291,80 @@ class Builder:
 
     # -- step --------------------------------------------------------------------------------------------------------------
 
+    def forward_slot(self, micro: str) -> Seq:
+        """Forward of one micro-batch through this stage."""
+        return self._slot("forward", self.strategy.like(micro))
+
+    def backward_slot(self, micro: str) -> Seq:
+        """Its backward."""
+        return self._slot("backward", self.strategy.like(micro))
+
+    def _slot(self, phase: str, micro: str) -> Seq:
+        key = (phase, micro)
+        if key not in self.slots:
+            self.slots[key] = self._forward(micro) if phase == "forward" else self._backward(micro)
+        return self.slots[key]
+
+    def _forward(self, micro: str) -> Seq:
+        s, stage, links = self.strategy, self.stage, self.links
+        whole = stage.number == WHOLE
+        batch = batch_tensors(self.run) if whole else ()
+        enter = [Op("batch", "host", kernels=0, allocs=batch), *links.before_forward(), *s.forward_begin(micro)]
+        leave = [*s.forward_end(micro), *links.after_forward()]
+        parts: list[Part] = []
+        if stage.first:
+            parts.append(self.forward_edge(EMBEDDING, micro, enter, []))
+        else:
+            parts.append(Block("stage", "forward", tuple(enter)))
+        parts.append(compress(self.forward_layers(micro)))
+        if stage.last:
+            parts.append(self.forward_edge(HEAD, micro, [], leave))
+        else:
+            parts.append(Block("stage", "forward", tuple(leave)))
+        return seq(*parts)
+
+    def _backward(self, micro: str) -> Seq:
+        s, stage, links, head = self.strategy, self.stage, self.links, self.unit[HEAD]
+        whole = stage.number == WHOLE
+        parts: list[Part] = []
+        ending: list[Op] = []
+        if stage.last:
+            loss = Tensor("grad:loss", "temporaries", head.exit.nbytes)
+            start = [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro)]
+            parts.append(self.backward_edge(HEAD, micro, start, []))
+            done = (Tensor("loss", "activations", head.exit.nbytes), *(batch_tensors(self.run) if whole else ()),
+                    *(Tensor(v.name, "activations", v.own_bytes) for v in head.kept))
+            ending.append(Op("loss.release", "host", kernels=0, frees=done))
+        else:
+            parts.append(Block("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
+        parts.append(compress(self.backward_layers(micro)))
+        ending += [*links.after_backward(), *s.backward_end(micro)]
+        parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else Block("stage", "backward", tuple(ending)))
+        return seq(*parts)
+
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
-        micro = self.strategy.like(micro)
-        if micro not in self.micro:
-            self.micro[micro] = self._micro_batch(micro)
-        return self.micro[micro]
+        key = ("both", self.strategy.like(micro))
+        if key not in self.slots:
+            self.slots[key] = seq(self.forward_slot(micro), self.backward_slot(micro))
+        return self.slots[key]
 
-    def _micro_batch(self, micro: str) -> Seq:
+    def begin(self, first: bool) -> Block:
+        """What happens before the first micro-batch."""
+        return self.block(("begin", first), "zero_grad", "optimizer", self.strategy.begin_step(first))
+
+    def update(self, role: str, first: bool) -> Seq:
+        """Clipping, the optimizer step and what is sent after it."""
         s = self.strategy
-        loss = Tensor("grad:loss", "temporaries", self.unit[HEAD].exit.nbytes)
-        value = Tensor("loss", "activations", self.unit[HEAD].exit.nbytes)
-        batch = batch_tensors(self.run)
-        start = self.forward_edge(EMBEDDING, micro, [Op("batch", "host", kernels=0, allocs=batch), *s.forward_begin(micro)], [])
-        head = self.forward_edge(HEAD, micro, [], s.forward_end(micro))
-        back = self.backward_edge(HEAD, micro, [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro)], [])
-        end = self.backward_edge(EMBEDDING, micro, [], [Op("loss.release", "host", kernels=0, frees=(value, *batch)), *s.backward_end(micro)])
-        forward, backward = compress(self.forward_layers(micro)), compress(self.backward_layers(micro))
-        return seq(start, forward, head, back, backward, end)
+        clip = s.clip(role) if self.run.recipe.clip_norm else []
+        step = self.block(("update", role, first), "update", "optimizer", [*clip, *s.step(role, first)])
+        sends = [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
+        return seq(step, *sends)
 
     def step(self, role: str, first: bool, micro_batches: int | None = None) -> Seq:
         """A step of the run's micro-batches, or of another number of them."""
-        s, m = self.strategy, micro_batches or self.run.micro_batches
-        parts: list[Part | tuple[Part, int]] = [self.block(("begin", first), "zero_grad", "optimizer", s.begin_step(first))]
+        m = micro_batches or self.run.micro_batches
+        parts: list[Part | tuple[Part, int]] = [self.begin(first)]
         if m == 1:
             parts.append(self.micro_batch(ONLY))
         else:
@@ -300,10 +372,7 @@ class Builder:
             if m > 2:
                 parts.append((self.micro_batch(MIDDLE), m - 2))
             parts.append(self.micro_batch(LAST))
-        update = s.clip(role) if self.run.recipe.clip_norm else []
-        step = self.block(("update", role, first), "update", "optimizer", [*update, *s.step(role, first)])
-        sends = [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
-        parts.append(seq(step, *sends))
+        parts.append(self.update(role, first))
         return seq(*parts)
 
 
@@ -324,10 +393,15 @@ def builder_of(run: Run, like: Program) -> Builder:
     return Builder(run, like.numbers, strategy_of(run, like.numbers, inventory), inventory, like.builder if same else None)
 
 
-def build(run: Run) -> Program:
-    """The program of every rank role. Raises PlanError for what is not predicted yet."""
+def refuse(run: Run) -> None:
+    """Raise the first reason why a run is not predicted yet."""
     for error in refusals(run):
         raise error
+
+
+def build(run: Run) -> Program:
+    """The program of every rank role of a run without pipeline. Raises PlanError for what is not predicted yet."""
+    refuse(run)
     numbers, inventory = numbers_of(run), inventory_of(run)
     strategy = strategy_of(run, numbers, inventory)
     for error in strategy.refusals():

@@ -36,13 +36,17 @@ class Inventory(NamedTuple):
     def numel(self) -> int:
         return self.embedding.numel + self.layers * self.layer.numel + self.head.numel
 
+    def tied_numel(self, run: Run) -> int:
+        """Elements of a tied embedding's matrix on one rank."""
+        return -(-run.model.vocab // run.plan.tp) * run.model.embedding_dim
+
     @property
     def tensors(self) -> int:
         return len(self.embedding.params) + self.layers * len(self.layer.params) + len(self.head.params)
 
     @property
     def largest(self) -> int:
-        return max(p.numel for unit in (self.embedding, self.layer, self.head) for p in unit.params)
+        return max((p.numel for unit in (self.embedding, self.layer, self.head) for p in unit.params), default=0)
 
 
 def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True, head: bool = True) -> Inventory:

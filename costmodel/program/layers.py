@@ -405,6 +405,8 @@ class Unit:
     matmul_flops: float
     attention_flops: float
     weights_cast_bytes: int
+    kept: tuple[Value, ...] = ()
+    """What the caller holds until the unit's backward is done."""
 
 
 def _unit(walk: Walk, entry: Value | None, out: Value, attention_flops: float = 0.0) -> Unit:
@@ -498,14 +500,16 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
 def head_unit(run: Run, numbers: Numbers) -> Unit:
     """Final norm, output matrix and loss of one micro-batch; the peak of many runs is here.
 
-    The normed hidden states stay referenced until forward returns. eager: logits in the compute dtype, their fp32 copy, and the
-    log-softmax that cross-entropy saves; backward holds three fp32 tensors of that size for a moment (12 bytes a logit). bf16
-    skips the fp32 copy. chunked and fused are in `_chunked_loss` and `_fused_loss`.
+    A pipeline's last stage holds its logits until its backward is done. The normed hidden states stay referenced until forward
+    returns. eager: logits in the compute dtype, their fp32 copy, and the log-softmax that cross-entropy saves; backward holds three
+    fp32 tensors of that size for a moment (12 bytes a logit). bf16 skips the fp32 copy. chunked and fused are in `_chunked_loss`
+    and `_fused_loss`.
     """
     m, r = run.model, run.recipe
     w = Walk(run, numbers)
     x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     y = w.norm(x, "final_norm", m.hidden) if m.final_norm else x
+    kept: tuple[Value, ...] = ()
     if r.loss == "chunked":
         loss = _chunked_loss(w, y)
     elif r.loss == "fused":
@@ -513,9 +517,11 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
     else:
         name = "embedding" if m.tied_embeddings else "head"
         logits = w.linear(w.tp.enter(w, y, "head"), name, w.vocab, m.hidden, m.head_bias)
-        loss = _cross_entropy(w, w.tp.gather_logits(w, logits), r.loss == "bf16")
+        logits = w.tp.gather_logits(w, logits)
+        loss = _cross_entropy(w, logits, r.loss == "bf16")
+        kept = (logits,) if run.plan.pp > 1 and run.plan.framework == "pytorch" else ()
     y.last_use = len(w.tape.nodes) - 1
-    return _unit(w, x, loss)
+    return Unit(w.tape, x, loss, w.matmul_flops, 0.0, w.weights_cast, kept)
 
 
 def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:

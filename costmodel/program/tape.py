@@ -189,8 +189,8 @@ class Tape:
                       frees=frees, comm=v.grad_comm))
         return made
 
-    def backward(self, output: Value, entry: Value | None = None, *, free_entry: bool = False) -> list[Op | GradReady]:
-        """Backward ops, from the gradient of `output` (allocated by whoever made it, freed here) to that of `entry`.
+    def backward(self, output: Value, entry: Value | None = None, *, free_entry: bool = False, owned: bool = True) -> list[Op | GradReady]:
+        """Backward ops, from the gradient of `output` (allocated by whoever made it, freed here if `owned`) to that of `entry`.
 
         The gradient of `entry` stays for the caller; `free_entry` says that the unit's input is released with its last use
         here (it was kept for this unit alone).
@@ -198,6 +198,8 @@ class Tape:
         grads: dict[int, _Grad] = {}
         if output.grad:
             grads[id(output)] = _Grad(f"grad:{output.name}", output.nbytes)
+            if not owned:
+                grads[id(output)].refs += 1
         remaining = {id(v): v.saves for node in self.nodes for v in node.saved}
         pending = _param_uses(self.nodes)
         ops: list[Op | GradReady] = []

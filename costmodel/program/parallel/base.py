@@ -71,6 +71,10 @@ class Strategy:
         """A key for each layer, equal for layers whose hooks do the same in this phase."""
         return [None] * self.inventory.layers
 
+    def forward_key(self, micro: str) -> object:
+        """Equal where the hooks of forward do the same."""
+        return None
+
     def gradient_key(self, micro: str, variant: object) -> object:
         """Equal where `on_grad` does the same: for layers of that variant, in that class of micro-batch."""
         return (micro in (ONLY, FIRST), variant)
@@ -125,6 +129,10 @@ class Strategy:
         return []
 
     def backward_end(self, micro: str) -> list[Op]:
+        return []
+
+    def after_micro_batches(self) -> list[Op]:
+        """Under a pipeline: what waits until the last micro-batch is done."""
         return []
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:

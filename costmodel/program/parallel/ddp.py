@@ -74,6 +74,8 @@ class Buckets:
         rest = self._fill.rest()
         if rest and embedding:
             self.flush[EMBEDDING, 0][max(embedding, key=lambda p: p[2])[0]] = rest
+        elif rest and layer and layers:
+            self.flush[LAYER, 0] = {**self.flush[LAYER, 0], max(layer, key=lambda p: p[2])[0]: rest}
         self.sizes = self._fill.sizes
         self.layers = [tuple(self.flush[LAYER, i].items()) for i in range(inventory.layers)]
         """What completes in each layer: a key that is equal for layers that send alike."""

@@ -18,6 +18,8 @@ from costmodel.program.tape import GradReady
 from costmodel.spec import PlanError, Run
 
 ROOT = "root"
+FINISH = "finish"
+"""In place of a class of micro-batch: all are done."""
 
 
 class FSDP(Strategy):
@@ -31,7 +33,8 @@ class FSDP(Strategy):
         super().__init__(run, numbers, inventory)
         self.n = run.plan.state_shards
         self.reshard = run.plan.reshard_after_forward
-        self.sync_each = run.plan.sync_each_micro_batch
+        self.pipelined = run.plan.pp > 1
+        self.sync_each = run.plan.sync_each_micro_batch and not self.pipelined
         p = self.precision
         self.low = numbers.weight
         self.casts = self.low != p.parameter
@@ -76,7 +79,7 @@ class FSDP(Strategy):
 
     def _gather(self, group: str, event: str) -> list[Op]:
         """Cast the shard, copy it into the gather buffer, gather."""
-        if self.n == 1:
+        if self.n == 1 or not self.groups[group].numel:
             return []
         shard_bytes = float(self._bytes(group, self.low, whole=False))
         ops: list[Op] = []
@@ -93,6 +96,8 @@ class FSDP(Strategy):
         return ops
 
     def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
+        if not self.groups[group].numel:
+            return []
         moved = 2.0 * self._bytes(group, self.low)
         count = len(self.groups[group].params)
         wait = [] if self.n == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
@@ -101,7 +106,16 @@ class FSDP(Strategy):
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
+    def gathers_in_forward(self, micro: str) -> bool:
+        """Under a pipeline, parameters are gathered by the first micro-batch and stay."""
+        return not self.pipelined or micro in (ONLY, "first")
+
+    def forward_key(self, micro: str) -> object:
+        return self.gathers_in_forward(micro)
+
     def forward_begin(self, micro: str) -> list[Op]:
+        if not self.gathers_in_forward(micro):
+            return []
         return [*self._gather(ROOT, "gather"), *self._copy_out(ROOT, "gather", ()), self._record("copied")]
 
     def _record(self, event: str) -> Op:
@@ -128,12 +142,13 @@ class FSDP(Strategy):
 
         The buffer of the previous gather is freed only now, so that its copy-out may overlap this gather.
         """
-        if unit != LAYER:
+        if unit != LAYER or not self.gathers_in_forward(micro):
             return []
         ops = self._gather(LAYER, "gather")
         if self.n > 1:
             hold = self._hold("copied")
-            ops.append(hold._replace(frees=(self._buffer(ROOT if index == 0 else LAYER),)))
+            previous = (self._buffer(ROOT if index == 0 else LAYER),) if index or self.groups[ROOT].numel else ()
+            ops.append(hold._replace(frees=previous))
         return [*ops, *self._copy_out(LAYER, "gather", ()), self._record("copied")]
 
     def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
@@ -143,7 +158,7 @@ class FSDP(Strategy):
 
     def forward_end(self, micro: str) -> list[Op]:
         """The last gather buffer goes when the root's forward ends."""
-        if self.n == 1:
+        if self.n == 1 or not self.gathers_in_forward(micro):
             return []
         last = LAYER if self.inventory.layers else ROOT
         return [Op("fsdp.forward_end", "host", kernels=0, frees=(self._buffer(last),))]
@@ -198,13 +213,18 @@ class FSDP(Strategy):
     def _reduce(self, group: str, micro: str, previous: str | None) -> list[Op]:
         """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard."""
         p, n = self.precision, self.n
-        reduces = self.sync_each or micro in (ONLY, LAST)
+        if not self.groups[group].numel:
+            return []
+        finishing = micro == FINISH
+        reduces = finishing or (not self.pipelined and (self.sync_each or micro in (ONLY, LAST)))
         first = micro in (ONLY, "first")
         whole = self.groups[group].numel
-        free_params = (self._params(group),)
+        free_params: tuple[Tensor, ...] = (self._params(group),)
         accumulated = Tensor(f"accumulated_grads({group})", "communication", nbytes(whole, p.reduce))
         grads = self._unsharded_grads(group)
         if not reduces:
+            if self.pipelined:
+                free_params = ()
             moved = float(nbytes(whole, self.numbers.param) + nbytes(whole, p.reduce))
             if first:
                 return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, allocs=(accumulated,), frees=grads + free_params)]
@@ -212,7 +232,9 @@ class FSDP(Strategy):
         ops: list[Op] = []
         source = grads
         in_dtype = self.numbers.param
-        if not self.sync_each and micro == LAST:
+        if finishing:
+            source, in_dtype = (accumulated,), p.reduce
+        elif not self.sync_each and micro == LAST:
             moved = float(nbytes(whole, in_dtype) + 2 * nbytes(whole, p.reduce))
             ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, frees=grads))
             source, in_dtype = (accumulated,), p.reduce
@@ -225,7 +247,7 @@ class FSDP(Strategy):
         ops.append(Op(f"fsdp.reduce_copy_in({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + rs_in.nbytes), dtype=p.reduce,
                       kernels=2, allocs=(rs_in,), frees=source))
         shard = Tensor(f"{group}.grad_shard", "gradients", self._bytes(group, p.gradient, whole=False), "reduce")
-        fresh = first or (not self.sync_each and micro == LAST)
+        fresh = first or finishing or (not self.sync_each and micro == LAST)
         same = p.reduce == p.gradient
         keep = (shard,) if fresh else ()
         replicate = self.plan.dp_replicate
@@ -253,8 +275,25 @@ class FSDP(Strategy):
     def backward_end(self, micro: str) -> list[Op]:
         """The root's gradients are reduced last; then everything in flight is waited for."""
         ops = self._reduce(ROOT, micro, LAYER if self.inventory.layers else None)
+        if self.pipelined:
+            return ops
         if self.sync_each or micro in (ONLY, LAST):
             last = Tensor(f"reduce_scatter_in({ROOT})", "communication", self._bytes(ROOT, self.precision.reduce))
+            ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
+        return ops
+
+    def after_micro_batches(self) -> list[Op]:
+        """Every group's whole gradients are reduced, the root's first; parameters are resharded."""
+        if not self.pipelined:
+            return []
+        ops: list[Op] = []
+        previous: str | None = None
+        for group in (ROOT, *[LAYER] * self.inventory.layers):
+            more = self._reduce(group, FINISH, previous)
+            ops += more
+            previous = group if more else previous
+        if previous:
+            last = Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, self.precision.reduce))
             ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
         return ops
 

@@ -1,0 +1,159 @@
+"""Pipeline schedules: the order in which each pipeline rank runs forward and backward of its stages' micro-batches.
+
+`naive` runs one micro-batch at a time through all stages. `gpipe` runs all forwards, then all backwards (arXiv 1811.06965). `1f1b` warms up
+with p - r forwards on rank r, then alternates (arXiv 2006.09503). `interleaved` gives each rank v stages, p apart, and runs them depth
+first (arXiv 2104.04473). The orders of gpipe, 1f1b and interleaved are those of torch.distributed.pipelining, action by action.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+FORWARD, BACKWARD = "F", "B"
+PREDICTED = ("naive", "gpipe", "1f1b", "interleaved")
+
+
+class Action(NamedTuple):
+    """Forward or backward of one micro-batch on one stage."""
+
+    kind: str
+    stage: int
+    micro: int
+
+
+class Cell(NamedTuple):
+    """An action in time: seconds, or slots."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def rank_of(stage: int, p: int) -> int:
+    """The pipeline rank that holds a stage: stages go round robin."""
+    return stage % p
+
+
+@lru_cache(maxsize=256)
+def rank_order(schedule: str, p: int, v: int, m: int, rank: int) -> tuple[Action, ...]:
+    """The actions of one rank, in order. p ranks, v stages a rank, m micro-batches."""
+    if schedule == "interleaved":
+        return _interleaved(p, v, m, rank)
+    forward = [Action(FORWARD, rank, i) for i in range(m)]
+    backward = [Action(BACKWARD, rank, i) for i in range(m)]
+    if schedule == "gpipe":
+        return (*forward, *backward)
+    warm = 1 if schedule == "naive" else min(m, p - rank)
+    out = forward[:warm]
+    for i in range(m):
+        out.append(backward[i])
+        if i + warm < m:
+            out.append(forward[i + warm])
+    return tuple(out)
+
+
+def _interleaved(p: int, v: int, m: int, rank: int) -> tuple[Action, ...]:
+    """torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B; warm-up 2(p - r - 1) + (v - 1)·(micro-batches a round)."""
+    per_round = m // max(1, m // p)
+    warm = min((v - 1) * per_round + 2 * (p - 1 - rank), m * v)
+    done_f, done_b = [0] * v, [0] * v
+    out: list[Action] = []
+
+    def run(kind: str, local: int, done: list[int]) -> None:
+        out.append(Action(kind, local * p + rank, done[local]))
+        done[local] += 1
+
+    for step in range(m * v + warm):
+        if step < m * v:
+            run(FORWARD, step // per_round % v, done_f)
+        if step >= warm:
+            run(BACKWARD, v - 1 - (step - warm) // per_round % v, done_b)
+    return tuple(out)
+
+
+class Step(NamedTuple):
+    """One action of the whole pipeline, placed after everything it depends on."""
+
+    rank: int
+    key: int
+    """Which duration it takes: 2·stage for a forward, 2·stage + 1 for a backward."""
+    own: int
+    """Index of its end."""
+    needs: int
+    """Index of the end that it waits for; -1 for none."""
+    crosses: bool
+    """What it waits for was made on another rank."""
+    micro: int
+
+
+@lru_cache(maxsize=64)
+def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
+    """All actions of all ranks in an order in which each follows what it needs; the order within a rank is kept."""
+    stages = p * v
+    orders = [rank_order(schedule, p, v, m, r) for r in range(p)]
+    at = [0] * p
+    done: set[int] = set()
+    out: list[Step] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(p):
+            while at[rank] < len(orders[rank]):
+                kind, stage, micro = orders[rank][at[rank]]
+                own = ((stage * 2 + (kind == BACKWARD)) * m) + micro
+                if kind == FORWARD:
+                    needs = -1 if stage == 0 else (stage - 1) * 2 * m + micro
+                    other = stage - 1
+                else:
+                    needs = own - m if stage == stages - 1 else ((stage + 1) * 2 + 1) * m + micro
+                    other = stage if stage == stages - 1 else stage + 1
+                if needs >= 0 and needs not in done:
+                    break
+                done.add(own)
+                out.append(Step(rank, stage * 2 + (kind == BACKWARD), own, needs, needs >= 0 and rank_of(other, p) != rank, micro))
+                at[rank] += 1
+                moved = True
+    assert len(out) == 2 * stages * m, f"{schedule} with p={p}, v={v}, m={m} deadlocks"
+    return tuple(out)
+
+
+def pace(steps: Sequence[Step], p: int, m: int, durations: Sequence[float], first: Sequence[float], last: Sequence[float],
+         transfer: float) -> list[float]:
+    """When each rank has done its last action: start = max(rank is free, what it needs has arrived).
+
+    durations[key] are seconds of an action; `first` and `last` those of micro-batch 0 and m - 1.
+    """
+    ends = [0.0] * (len(durations) * m)
+    free = [0.0] * p
+    final = m - 1
+    for rank, key, own, needs, crosses, micro in steps:
+        start = free[rank]
+        if needs >= 0:
+            arrives = ends[needs] + transfer if crosses else ends[needs]
+            if arrives > start:
+                start = arrives
+        seconds = durations[key] if 0 < micro < final else (first[key] if micro == 0 else last[key])
+        ends[own] = free[rank] = start + seconds
+    return free
+
+
+def grid(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 1.0) -> list[list[Cell]]:
+    """The cells of every rank, with every forward and backward of a stage taking the same time (divided by v when interleaved)."""
+    f, b = forward / v, backward / v
+    steps = linear_order(schedule, p, v, m)
+    ends = [0.0] * (2 * p * v * m)
+    free = [0.0] * p
+    cells: list[list[Cell]] = [[] for _ in range(p)]
+    for rank, key, own, needs, _, micro in steps:
+        start = max(free[rank], ends[needs] if needs >= 0 else 0.0)
+        ends[own] = free[rank] = start + (b if key % 2 else f)
+        cells[rank].append(Cell(Action(BACKWARD if key % 2 else FORWARD, key // 2, micro), start, free[rank]))
+    return cells
+
+
+def bubble(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 2.0) -> tuple[float, float]:
+    """The bubble of equal stages and free transfers, in both conventions: idle over ideal time, and idle over the whole step."""
+    cells = grid(schedule, p, v, m, forward=forward, backward=backward)
+    whole = max(c[-1].end for c in cells)
+    ideal = m * (forward + backward)
+    return (whole - ideal) / ideal, (whole - ideal) / whole

@@ -1,0 +1,121 @@
+"""The programs of a pipeline's ranks: the slots of each stage, in the order of the schedule."""
+
+from dataclasses import dataclass
+
+from costmodel.program.build import Builder, Program, compress, refuse, strategy_of
+from costmodel.program.inventory import inventory_of
+from costmodel.program.ir import Block, Comm, Op, Part, RankProgram, Seq, Tensor, seq
+from costmodel.program.layers import batch_tensors, constant_tensors, numbers_of
+from costmodel.program.parallel.base import FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY
+from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, stages_of
+from costmodel.program.schedule import FORWARD, Action, rank_order
+from costmodel.spec import DTYPE_BYTES, Run
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRank:
+    """One pipeline rank: its order of actions, its stages, and what surrounds the micro-batches."""
+
+    order: tuple[Action, ...]
+    builders: dict[int, Builder]
+    """By stage."""
+    before: Seq
+    after: Seq
+    """A steady step: what happens when the last micro-batch is done (gradients reduced, parameters updated)."""
+
+    def slot(self, kind: str, stage: int, micro: str) -> Seq:
+        """Forward or backward of one class of micro-batch on a stage."""
+        builder = self.builders[stage]
+        return builder.forward_slot(micro) if kind == FORWARD else builder.backward_slot(micro)
+
+
+def micro_class(index: int, count: int) -> str:
+    """The class of a micro-batch by its place among `count`."""
+    if count == 1:
+        return ONLY
+    return FIRST if index == 0 else LAST if index == count - 1 else MIDDLE
+
+
+def build_pipeline(run: Run) -> Program:
+    """The program of every pipeline rank; each is a role of its own."""
+    refuse(run)
+    p, numbers, m = run.plan, numbers_of(run), run.micro_batches
+    like: Builder | None = None
+    kinds: dict[tuple[int, bool, bool], Builder] = {}
+    by_stage: dict[int, Builder] = {}
+    for stage in stages_of(run):
+        key = stage.layers, stage.first, stage.last
+        if key not in kinds:
+            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last)
+            strategy = strategy_of(run, numbers, inventory)
+            for error in strategy.refusals():
+                raise error
+            kinds[key] = Builder(run, numbers, strategy, inventory, like, stage)
+            like = like or kinds[key]
+        by_stage[stage.number] = kinds[key]
+    assert like is not None
+    ranks, roles = [], []
+    for r in range(p.pp):
+        mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
+        order = rank_order(p.schedule, p.pp, p.virtual_stages, m, r)
+        rank = PipelineRank(order, mine, _before(run, mine, False), _after(run, mine, False))
+        middle = compress([(rank.slot(kind, stage, micro_class(i, m)), 1) for kind, stage, i in order])
+        role = f"pipeline rank {r}"
+        step = seq(rank.before, middle, rank.after)
+        first_step = seq(_before(run, mine, True), middle, _after(run, mine, True))
+        ranks.append(rank)
+        roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
+    layer, layers = like.unit[LAYER], run.model.layers
+    recomputed = sum(sum(b.checkpointed) for b in by_stage.values()) / layers
+    whole = inventory_of(run)
+    return Program(tuple(roles), like.strategy, whole, numbers, layers * (layer.matmul_flops + layer.attention_flops),
+                   like.unit[HEAD].matmul_flops, recomputed, like, tuple(ranks))
+
+
+def _ends(run: Run, mine: dict[int, Builder]) -> tuple[bool, bool]:
+    """Whether a rank holds the first and the last stage of a pipeline."""
+    return any(b.stage.first for b in mine.values()), any(b.stage.last for b in mine.values())
+
+
+def _inputs(run: Run, mine: dict[int, Builder]) -> tuple[Tensor, ...]:
+    """Token ids of all micro-batches on the first stage's rank, targets on the last's."""
+    tokens, targets = batch_tensors(run)
+    first, last = _ends(run, mine)
+    kept = [t for t, on in ((tokens, first), (targets, last)) if on]
+    return tuple(t._replace(nbytes=t.nbytes * run.micro_batches) for t in kept)
+
+
+def _persistent(run: Run, mine: dict[int, Builder]) -> list[Tensor]:
+    out: list[Tensor] = []
+    for b in mine.values():
+        role = b.strategy.roles()[0][0]
+        out += [*b.strategy.persistent(role), *b.links.buffers(), *constant_tensors(run, b.numbers)]
+    return out
+
+
+def _before(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
+    inputs = Block("batch", "forward", (Op("batch", "host", kernels=0, allocs=_inputs(run, mine)),))
+    return seq(*(b.begin(first) for b in mine.values()), inputs)
+
+
+def _after(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
+    """Reduce what waits for the last micro-batch, sum a tied embedding's gradient, update."""
+    parts: list[Part] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=_inputs(run, mine)),))]
+    for b in mine.values():
+        parts.append(Block("stage", "backward", tuple(b.strategy.after_micro_batches())))
+    ends = _ends(run, mine)
+    if run.model.tied_embeddings and any(ends):
+        b = next(iter(mine.values()))
+        table = b.strategy.inventory.tied_numel(run)
+        dtype = run.recipe.precision.gradient
+        nbytes = table * DTYPE_BYTES[dtype]
+        parts.append(Block("stage", "backward", (Op("embedding.all_reduce", "collective", dtype=dtype, comm=Comm(
+            EMBEDDING_AXIS, "all-reduce", nbytes, nbytes, nbytes, dtype, 2)),)))
+    updates = [b.update(b.strategy.roles()[0][0], first) for b in mine.values()]
+    if run.recipe.clip_norm:
+        total = Comm("pp", "all-reduce", 4, 4, 4, "fp32", run.plan.pp)
+        parts.append(Block("update", "optimizer", (Op("clip.all_reduce", "collective", dtype="fp32", comm=total),)))
+    return seq(*parts, seq(*updates))
+
+
+__all__ = ["PipelineRank", "Stage", "build_pipeline", "micro_class"]

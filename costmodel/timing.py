@@ -1,0 +1,119 @@
+"""From clocks to a TimeReport: what each second of a step was for, without and with a pipeline."""
+
+import math
+
+from costmodel.cost.prices import RunPrices
+from costmodel.program.build import Program
+from costmodel.program.ir import Block, Part, block_counts
+from costmodel.program.schedule import BACKWARD, FORWARD, linear_order, pace
+from costmodel.program.stages import PipelineRank, micro_class
+from costmodel.report import TimeReport
+from costmodel.simulate import Clocks, Scan, step_time
+from costmodel.spec import Run
+
+Parts = dict[str, float]
+
+
+def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
+    for key, seconds in more.items():
+        into[key] = into.get(key, 0.0) + times * seconds
+
+
+def busy(counts: list[tuple[Block, int]], scan: Scan) -> tuple[Parts, float]:
+    """Seconds of the compute stream's kernels by what they are; seconds of the host."""
+    out: Parts = {}
+    host = 0.0
+    for block, times in counts:
+        compiled = scan.of(block)
+        whole = block.phase if block.phase in ("recompute", "optimizer") else ""
+        host += times * compiled.host_s
+        for kind, seconds in compiled.busy.items():
+            name = whole or ("memory-bound" if kind == "memory" else kind)
+            out[name] = out.get(name, 0.0) + times * seconds
+    return out, host
+
+
+def _waits(clocks: Clocks) -> Parts:
+    """What the compute stream waited for, as parts of the breakdown."""
+    out = {f"exposed {axis}": s for axis, s in clocks.waits.items() if axis not in ("host", "")}
+    out["host wait"] = clocks.waits.get("host", 0.0)
+    out["contention"] = clocks.contention
+    return out
+
+
+def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, host: float,
+            bubble: float) -> TimeReport:
+    """The step, with the fixed cost of one and the wait for the slowest rank."""
+    stragglers = seconds * prices.jitter * math.log2(run.cluster.gpus)
+    parts = {**parts, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
+    phases = {**phases, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
+    return TimeReport(seconds + stragglers + prices.fixed, {k: v for k, v in phases.items() if v}, {k: v for k, v in parts.items() if v},
+                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble)
+
+
+def _exposed(clocks: Clocks) -> Parts:
+    return {axis: s for axis, s in clocks.waits.items() if axis not in ("host", "")}
+
+
+def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: list[tuple[Block, int]]) -> TimeReport:
+    """The time of a rank without pipeline."""
+    parts, host = busy(counts, scan)
+    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), host, 0.0)
+
+
+class _Slot:
+    """A part of a rank's step, run alone: how long it takes and what for."""
+
+    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "host")
+
+    def __init__(self, part: Part, prices: RunPrices, scan: Scan) -> None:
+        clocks = step_time(part, prices, scan=scan, drain=False)
+        self.seconds = clocks.compute
+        self.parts, self.host = busy(block_counts(part), scan)
+        _add(self.parts, _waits(clocks))
+        self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
+
+
+def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan) -> list[TimeReport]:
+    """The time of every pipeline rank.
+
+    Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
+    ranks have drained, gradients are reduced and parameters updated; the slowest rank sets the pace of both.
+    """
+    p, m = run.plan, run.micro_batches
+    ranks: tuple[PipelineRank, ...] = program.pipeline
+    slots: dict[int, _Slot] = {}
+
+    def priced(part: Part) -> _Slot:
+        if id(part) not in slots:
+            slots[id(part)] = _Slot(part, prices, scan)
+        return slots[id(part)]
+
+    stages = p.pp * p.virtual_stages
+    durations: dict[str, list[float]] = {}
+    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
+        durations[name] = [priced(ranks[s % p.pp].slot(kind, s, name)).seconds for s in range(stages) for kind in (FORWARD, BACKWARD)]
+    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
+    message = next(iter(ranks[0].builders.values())).links.message
+    transfer = prices.seconds_of("pp", "send", message, p.pp)
+    drained = max(pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer))
+    surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
+    around = max(b.seconds + a.seconds for b, a in surrounds)
+    out: list[TimeReport] = []
+    for rank, (before, after) in zip(ranks, surrounds, strict=True):
+        parts: Parts = {}
+        phases: Parts = {}
+        comm: Parts = {}
+        exposed: Parts = {}
+        host = worked = 0.0
+        tally: dict[tuple[str, int, str], int] = {}
+        for kind, stage, i in rank.order:
+            key = kind, stage, micro_class(i, m)
+            tally[key] = tally.get(key, 0) + 1
+        for slot, n in [*((priced(rank.slot(*key)), n) for key, n in tally.items()), (before, 1), (after, 1)]:
+            worked += n * slot.seconds
+            host += n * slot.host
+            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):
+                _add(into, more, n)
+        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked))
+    return out
