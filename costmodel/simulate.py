@@ -253,15 +253,19 @@ def _same(a: list[float], b: list[float]) -> bool:
 def _headroom(clocks: Clocks, step: list[float]) -> int:
     """Repeats of an advance before one stream overtakes another (and so another wait decides), less a margin of two.
 
-    Inside a repeat a stream may be ahead of where it ends by as much as it advances, so that much distance does not count.
+    Inside a repeat a stream may be ahead of where it ends by as much as it advances, so that much distance does not count; and
+    two that part but are not further apart yet may have met in the last repeat.
     """
     values = [clocks.compute, clocks.host, *clocks.streams.values()]
     least = 1e18
     for i, (value, gain) in enumerate(zip(values, step, strict=False)):
         for other, other_gain in zip(values[:i], step[:i], strict=True):
-            closing = (gain - other_gain) if value < other else (other_gain - gain)
-            if closing > SETTLED * (abs(gain) + abs(other_gain)):
-                least = min(least, (abs(value - other) - max(gain, other_gain)) / closing)
+            closing, apart = (gain - other_gain) if value < other else (other_gain - gain), abs(value - other) - max(gain, other_gain)
+            drift = SETTLED * (abs(gain) + abs(other_gain))
+            if closing > drift:
+                least = min(least, apart / closing)
+            elif closing < -drift and apart < 0.0:
+                return 0
     return int(least) - 2 if least < 1e17 else 1 << 60
 
 
@@ -282,15 +286,15 @@ def _advance(clocks: Clocks, step: list[float], times: int) -> None:
             table[name] += next(values)
 
 
-def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None, drain: bool = True) -> Clocks:
+def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None) -> Clocks:
     """The clocks at the end of one steady step, that of a rank whose streams are idle at its start.
 
-    The step ends when compute and, with `drain`, every stream is done: the next step begins with what they hold.
+    The step ends when compute and every stream it must still wait for are done: the next step begins with what they hold.
     """
     clocks = Clocks()
     (scan or Scan(prices)).run(program_step, clocks)
     for name, end in clocks.streams.items():
-        if drain and end > clocks.compute:
+        if end > clocks.compute:
             clocks.waits[name] = clocks.waits.get(name, 0.0) + end - clocks.compute
             clocks.phases["optimizer"] = clocks.phases.get("optimizer", 0.0) + end - clocks.compute
             clocks.compute = end
