@@ -286,15 +286,15 @@ def _advance(clocks: Clocks, step: list[float], times: int) -> None:
             table[name] += next(values)
 
 
-def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None) -> Clocks:
+def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None, drain: bool = True) -> Clocks:
     """The clocks at the end of one steady step, that of a rank whose streams are idle at its start.
 
-    The step ends when compute and every stream it must still wait for are done: the next step begins with what they hold.
+    The step ends when compute and, with `drain`, every stream is done: the next step begins with what they hold.
     """
     clocks = Clocks()
     (scan or Scan(prices)).run(program_step, clocks)
     for name, end in clocks.streams.items():
-        if end > clocks.compute:
+        if drain and end > clocks.compute:
             clocks.waits[name] = clocks.waits.get(name, 0.0) + end - clocks.compute
             clocks.phases["optimizer"] = clocks.phases.get("optimizer", 0.0) + end - clocks.compute
             clocks.compute = end
