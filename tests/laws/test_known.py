@@ -1,0 +1,62 @@
+"""Runs that break a law today; each is an example that the random runs leave out."""
+
+from typing import Any
+
+import pytest
+from walks import net, walk_memory
+
+from costmodel import build_run
+from costmodel.catalog.profiles import load_profile
+from costmodel.cost.prices import RunPrices
+from costmodel.program.build import build
+from costmodel.simulate import step_time
+
+TINY: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96, "vocab": 128}
+
+
+def left(model: dict[str, Any], plan: dict[str, Any], **recipe: Any) -> dict[str, int]:
+    """What a steady step takes and does not give back."""
+    run = build_run(model=model, cluster={"gpus": 4, "gpu": "h100"}, plan=plan, recipe={"seq_len": 16, **recipe})
+    return net(build(run).roles[0].step)
+
+
+@pytest.mark.xfail(strict=True, reason="chunked and fused losses compute no gradient of a head bias")
+@pytest.mark.parametrize("loss", ["chunked", "fused"])
+def test_a_head_with_a_bias_under_a_chunked_loss(loss: str) -> None:
+    assert left({**TINY, "head_bias": True}, {}, loss=loss, precision="fp32") == {}
+
+
+@pytest.mark.xfail(strict=True, reason="DeepSpeed stage 0 in bf16 makes 2-byte gradients and frees 4-byte ones")
+def test_deepspeed_stage_0_in_bf16() -> None:
+    assert left(TINY, {"framework": "deepspeed"}, precision="bf16-mixed") == {}
+
+
+@pytest.mark.xfail(strict=True, reason="gradients that are zeroed in place are made anew")
+@pytest.mark.parametrize("plan", [{}, {"zero": 2}, {"framework": "deepspeed", "zero": 1}])
+def test_gradients_zeroed_in_place(plan: dict[str, Any]) -> None:
+    assert left(TINY, plan, precision="fp32", zero_set_to_none=False) == {}
+
+
+@pytest.mark.xfail(strict=True, reason="norms of a layer that are the schema's but not the tape's (or the reverse) have gradients without parameters")
+@pytest.mark.parametrize("norms", [{"norms_per_layer": 1}, {"norms_per_layer": 4, "norm_placement": "post"},
+                                   {"norms_per_layer": 4, "parallel_residual": True}])
+def test_unusual_numbers_of_norms(norms: dict[str, Any]) -> None:
+    assert left({**TINY, **norms}, {}, precision="fp32") == {}
+
+
+@pytest.mark.xfail(strict=True, reason="a bucket is waited for in the order of registration, before its last gradient has arrived")
+def test_zero_2_with_a_bucket_for_each_gradient() -> None:
+    """Under autocast the head's weight arrives before its bias, whose bucket is ahead of it."""
+    run = build_run(model={**TINY, "head_bias": True}, cluster={"gpus": 4, "gpu": "h100"}, plan={"zero": 2, "bucket_bytes": 1},
+                    recipe={"seq_len": 16, "precision": "bf16-mixed"})
+    assert walk_memory(build(run).roles[0]).lowest == {}
+
+
+@pytest.mark.xfail(strict=True, reason="the rank with the most elements is taken for the slowest; one with more tensors launches more kernels")
+def test_the_role_that_is_timed_is_the_slowest() -> None:
+    """ZeRO-1 with an update tensor by tensor: over two ranks the fullest holds the embedding alone, the other every other tensor."""
+    run = build_run(model={**TINY, "vocab": 4000, "tied_embeddings": True}, cluster={"gpus": 2, "gpu": "h100"}, plan={"zero": 1},
+                    recipe={"seq_len": 16, "precision": "fp32", "optimizer": "adamw:for-loop"})
+    prices = RunPrices(run, load_profile(run))
+    times = [step_time(role.step, prices).compute for role in build(run).roles]
+    assert times[0] == max(times)
