@@ -90,7 +90,8 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             if kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0:
                 continue
             seconds = price(op)
-            busy[kind] = busy.get(kind, 0.0) + seconds
+            name = "recompute" if op.again else kind
+            busy[name] = busy.get(name, 0.0) + seconds
             host += launch * kernels
             device += seconds
             longest += seconds

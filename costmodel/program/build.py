@@ -33,8 +33,8 @@ class Program:
     """Forward FLOPs of all layers' matmuls and of attention over the whole square, one micro-batch on one rank."""
     head_flops: float
     """Forward FLOPs of the output matrix, one micro-batch on one rank."""
-    recomputed: float
-    """Share of the layers that backward computes again."""
+    recomputed_flops: float
+    """Forward FLOPs that backward computes again, one micro-batch on one rank."""
     builder: "Builder"
     pipeline: tuple[Any, ...] = ()
     """The pipeline's ranks (costmodel.program.stages.PipelineRank); empty without pipeline parallelism."""
@@ -47,7 +47,7 @@ class Program:
     @property
     def hardware_flops(self) -> float:
         """With activation recompute, and the head's where the loss is chunked."""
-        again = self.recomputed * self.layer_flops + (self.head_flops if self.builder.run.recipe.loss == "chunked" else 0.0)
+        again = self.recomputed_flops + (self.head_flops if self.builder.run.recipe.loss == "chunked" else 0.0)
         return self.model_flops + again
 
 
@@ -90,7 +90,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.framework == "nanochat", "plan.framework", "nanochat", "nanochat's distributed optimizer", "Use framework = pytorch."),
             (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
             (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
-            (p.checkpointing.mode == "selective", "plan.checkpointing", "selective", "selective checkpointing", "Use none, full, full:g or every:k."),
+            (p.checkpointing.mode == "selective" and not {*p.checkpointing.ops} < {"attention", "op", ""} or len(p.checkpointing.ops) > 1,
+             "plan.checkpointing.ops", list(p.checkpointing.ops), "this list of operations", 'Use ["attention"] or ["op"].'),
             (r.precision.compute == "fp8", "recipe.precision", r.precision.name, "fp8 arithmetic", "Use bf16-mixed."),
             (r.optimizer.name == "muon", "recipe.optimizer", "muon", "Muon", "Use adamw."),
             (p.framework == "pytorch" and r.precision.master is not None, "recipe.precision.master", r.precision.master,
@@ -128,7 +129,10 @@ class Builder:
         c = run.plan.checkpointing
         self.group = c.group if c.mode == "full" else 1
         self.every = c.every if c.mode == "full" else 1
-        self.checkpoints = c.mode == "full"
+        self.by_op = c.mode == "selective" and c.ops == ("op",)
+        self.checkpoints = c.mode == "full" or self.by_op
+        layer_cached = self.unit[LAYER].cached
+        self.cached = layer_cached if self.by_op else frozenset()
         self.checkpointed = [self.checkpoints and i % self.every == 0 for i in range(self.layers)]
 
     def block(self, key: object, name: str, phase: str, ops: list[Op]) -> Block:
@@ -140,13 +144,26 @@ class Builder:
         """A unit's own block between what the strategy does around it."""
         return seq(Block(name, phase, tuple(before)), core, Block(name, phase, tuple(after)))
 
+    @property
+    def recomputed_flops(self) -> float:
+        """Forward FLOPs that backward computes again, over this stage's layers, one micro-batch."""
+        layer, c = self.unit[LAYER], self.run.plan.checkpointing
+        if self.by_op:
+            return self.layers * (layer.matmul_flops - layer.cached_flops)
+        if c.mode == "selective":
+            return self.layers * layer.attention_flops
+        return sum(self.checkpointed) * (layer.matmul_flops + layer.attention_flops)
+
     # -- forward -----------------------------------------------------------------------------------------------------------
 
-    def _forward_ops(self, unit: str, *, save: bool, drop: bool, until: int | None = None) -> list[Op]:
-        key = (unit, save, drop, until)
+    def _forward_ops(self, unit: str, *, save: bool, drop: bool, until: int | None = None, phase: str = "forward") -> list[Op]:
+        again = until is not None or (unit == LAYER and phase == "recompute")
+        cached = self.cached if unit == LAYER and (again or not save) else frozenset()
+        key = (unit, save, drop, until, bool(cached))
         if key not in self.raw:
             u = self.unit[unit]
-            self.raw[key] = u.tape.forward((u.exit, *u.kept) if until is None else (), save=save, until=until, drop=u.entry if drop else None)
+            self.raw[key] = u.tape.forward((u.exit, *u.kept) if until is None else (), save=save, until=until, drop=u.entry if drop else None,
+                                           cached=cached)
         return self.raw[key]
 
     def _saves_entry(self, unit: str) -> bool:
@@ -254,7 +271,7 @@ class Builder:
             core_key = (LAYER, "recompute", drop, index == last)
             if core_key not in self.blocks:
                 stop = self.unit[LAYER].tape.recompute_until if index == last else None
-                self.block(core_key, LAYER, "recompute", self._forward_ops(LAYER, save=True, drop=drop, until=stop))
+                self.block(core_key, LAYER, "recompute", self._forward_ops(LAYER, save=True, drop=drop, until=stop, phase="recompute"))
             self.parts[key] = self.wrapped(LAYER, "recompute", self.strategy.before_recompute(index, micro, first, last), self.blocks[core_key], [])
         return self.parts[key]
 
@@ -272,10 +289,18 @@ class Builder:
         if key not in self.parts:
             before = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
             after = s.after_backward(LAYER, index, micro)
+            if self.by_op:
+                after = [Op("checkpoint.release", "host", kernels=0, frees=self._never_used()), *after]
             if release and u.entry is not None:
                 after = [Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)), *after]
             self.parts[key] = self.wrapped(LAYER, "backward", before, self.backward_core(LAYER, index, micro, variant, borrowed), after)
         return self.parts[key]
+
+    def _never_used(self) -> tuple[Tensor, ...]:
+        """What per-operation checkpointing kept beyond the point where the recompute stops."""
+        tape = self.unit[LAYER].tape
+        return tuple(t for i in sorted(self.cached) if i >= tape.recompute_until for node in (tape.nodes[i],)
+                     for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *node.extra))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear."""
@@ -412,6 +437,5 @@ def build(run: Run) -> Program:
         persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
         roles.append(RankProgram(role, ranks, example, persistent, builder.step(role, False), builder.step(role, True)))
     layer = builder.unit[LAYER]
-    recomputed = 0.0 if not builder.checkpoints else sum(builder.checkpointed) / inventory.layers
     return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),
-                   builder.unit[HEAD].matmul_flops, recomputed, builder)
+                   builder.unit[HEAD].matmul_flops, builder.recomputed_flops, builder)

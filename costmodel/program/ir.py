@@ -64,6 +64,8 @@ class Op(NamedTuple):
     record: the event set."""
     axis: str = ""
     """side, hold: the axis on whose stream it happens."""
+    again: bool = False
+    """Runs a second time, to compute an activation again."""
     detached: bool = False
     """collective, side: does not wait for the compute stream, for its input was there long before."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from costmodel.program.ir import Tensor
 from costmodel.program.parallel.tensor import TensorParallel
-from costmodel.program.tape import Back, Tape, Value
+from costmodel.program.tape import Back, Inner, Tape, Value
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 from costmodel.spec.recipe import DTYPE_BYTES
@@ -72,7 +72,8 @@ def resolved_attention(run: Run) -> str:
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
-    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "heads", "kv_heads", "ffn", "vocab")
+    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "heads", "kv_heads", "ffn", "vocab",
+                 "cached", "cached_flops", "matmuls")
 
     def __init__(self, run: Run, numbers: Numbers) -> None:
         self.tape = Tape(DTYPE_BYTES)
@@ -90,6 +91,10 @@ class Walk:
         self.e = DTYPE_BYTES[numbers.act]
         self.weights_cast = 0
         self.matmul_flops = 0.0
+        self.cached: list[int] = []
+        """Nodes whose results per-operation checkpointing keeps: attention, and every other matmul."""
+        self.cached_flops = 0.0
+        self.matmuls = 0
 
     # -- kernels -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +131,15 @@ class Walk:
             backs.insert(0, Back("regather", "collective", None, comm=again, dtype=source.dtype, temp_bytes=source.nbytes))
         tape.record(name, "matmul", (source,), (y,), saved=(keep,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
                     dims=(1, m, width, out), dtype=n.act)
+        self._keep_every_other(flops)
         return y
+
+    def _keep_every_other(self, flops: float) -> None:
+        """torchtitan's `selective_ac_option = "op"`: the first, third, … matmul of a layer is kept."""
+        self.matmuls += 1
+        if self.matmuls % 2:
+            self.cached.append(len(self.tape.nodes) - 1)
+            self.cached_flops += flops
 
     def cast(self, x: Value, dtype: str) -> Value:
         """A copy in another dtype; autocast makes one for each consumer of an activation."""
@@ -283,7 +296,11 @@ class Walk:
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
         q, k, v = (self.cast(t, n.act) for t in (q, k, v))
-        out = self.eager_attention(q, k, v) if n.attention in ("eager", "math") else self.flash_attention(q, k, v)
+        chk = self.run.plan.checkpointing
+        if chk.mode == "selective" and "attention" in chk.ops:
+            out = self._checkpointed_core(q, k, v)
+        else:
+            out = self.attention_core(q, k, v)
         return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
 
     def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:
@@ -305,6 +322,25 @@ class Walk:
         self.tape.record(node.name, node.kind, node.inputs, views, saved=node.saved, extra=node.extra, backs=(cat, *backs),
                          flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)
         return views
+
+    def attention_core(self, q: Value, k: Value, v: Value) -> Value:
+        """From queries, keys and values to the heads' outputs."""
+        if self.n.attention in ("eager", "math"):
+            return self.eager_attention(q, k, v)
+        out = self.flash_attention(q, k, v)
+        self.cached.append(len(self.tape.nodes) - 1)
+        return out
+
+    def _checkpointed_core(self, q: Value, k: Value, v: Value) -> Value:
+        """Attention alone is computed again in backward (Megatron's selective recompute, arXiv 2205.05198 section 5)."""
+        outer, self.tape = self.tape, Tape(DTYPE_BYTES)
+        entries = tuple(self.tape.input(t.name, t.numel, t.dtype) for t in (q, k, v))
+        kept, self.cached = self.cached, []
+        exit = self.attention_core(*entries)
+        inner, self.tape, self.cached = self.tape, outer, kept
+        out = outer.value(exit.name, exit.numel, exit.dtype)
+        outer.record_checkpointed("attention.checkpointed", (q, k, v), out, Inner(inner, entries, exit))
+        return out
 
     def flash_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Fused attention: saves q, k, v, the output and an fp32 log-sum-exp per head and token; no s² tensor.
@@ -407,10 +443,14 @@ class Unit:
     weights_cast_bytes: int
     kept: tuple[Value, ...] = ()
     """What the caller holds until the unit's backward is done."""
+    cached: frozenset[int] = frozenset()
+    """Nodes whose results per-operation checkpointing keeps."""
+    cached_flops: float = 0.0
+    """Forward FLOPs of the matmuls among them."""
 
 
 def _unit(walk: Walk, entry: Value | None, out: Value, attention_flops: float = 0.0) -> Unit:
-    return Unit(walk.tape, entry, out, walk.matmul_flops, attention_flops, walk.weights_cast)
+    return Unit(walk.tape, entry, out, walk.matmul_flops, attention_flops, walk.weights_cast, (), frozenset(walk.cached), walk.cached_flops)
 
 
 def batch_tensors(run: Run) -> tuple[Tensor, ...]:

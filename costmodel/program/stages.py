@@ -66,7 +66,7 @@ def build_pipeline(run: Run) -> Program:
         ranks.append(rank)
         roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
-    recomputed = sum(sum(b.checkpointed) for b in by_stage.values()) / layers
+    recomputed = sum(b.recomputed_flops for b in by_stage.values())
     whole = inventory_of(run)
     return Program(tuple(roles), like.strategy, whole, numbers, layers * (layer.matmul_flops + layer.attention_flops),
                    like.unit[HEAD].matmul_flops, recomputed, like, tuple(ranks))

@@ -80,6 +80,16 @@ class Node(NamedTuple):
     kernels: int
     temp_bytes: int
     comm: Comm | None
+    inner: "Inner | None" = None
+    """Ops of its own that are checkpointed: they run in forward without saving, and again before their backward."""
+
+
+class Inner(NamedTuple):
+    """A checkpointed stretch within a unit: its tape, its inputs there, its output there."""
+
+    tape: "Tape"
+    entries: tuple[Value, ...]
+    exit: Value
 
 
 class GradReady(NamedTuple):
@@ -121,6 +131,11 @@ class Tape:
             v.saves += 1
         self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm))
 
+    def record_checkpointed(self, name: str, inputs: tuple[Value, ...], output: Value, inner: Inner) -> None:
+        """A stretch that keeps only its inputs (torch.utils.checkpoint, non-reentrant)."""
+        self.record(name, "memory", inputs, (output,), saved=inputs, kernels=0)
+        self.nodes[-1] = self.nodes[-1]._replace(inner=inner)
+
     def take_back(self) -> Node:
         """Withdraw the last recorded node, for a caller that records it differently."""
         node = self.nodes.pop()
@@ -128,11 +143,13 @@ class Tape:
             v.saves -= 1
         return node
 
-    def forward(self, keep: tuple[Value, ...], *, save: bool = True, until: int | None = None, drop: Value | None = None) -> list[Op]:
+    def forward(self, keep: tuple[Value, ...], *, save: bool = True, until: int | None = None, drop: Value | None = None,
+                cached: frozenset[int] = frozenset()) -> list[Op]:
         """Forward ops. With `save`, what autograd saves stays allocated; `keep` survives the unit in any case.
 
         `until` stops before that node: a checkpoint's recompute ends where the last saved tensor exists. `drop` is an input
-        that nobody needs after this unit: it is freed with its last use.
+        that nobody needs after this unit: it is freed with its last use. `cached` are nodes whose results a selective checkpoint
+        keeps from forward (without `save`) and does not compute again (with it).
         """
         nodes = self.nodes if until is None else self.nodes[:until]
         dying: dict[int, list[Value]] = {}
@@ -140,14 +157,23 @@ class Tape:
             dying[min(max(drop.last_use, 0), len(nodes) - 1)] = [drop]
         for node in nodes:
             for v in node.outputs:
-                if v in keep or (save and v.saves):
+                if v in keep or (save and v.saves) or (not save and v.made_by in cached):
                     continue
                 dying.setdefault(min(v.last_use, len(nodes) - 1), []).append(v)
         ops: list[Op] = []
         for index, node in enumerate(nodes):
-            allocs = [self._tensor(v, keep, save) for v in node.outputs if v.own_bytes]
-            frees = [self._tensor(v, keep, save) for v in dying.get(index, ()) if v.own_bytes]
-            if save:
+            frees = [self._tensor(v, keep, save, cached) for v in dying.get(index, ()) if v.own_bytes]
+            if save and index in cached:
+                if frees:
+                    ops.append(Op(node.name, "host", kernels=0, frees=tuple(frees)))
+                continue
+            if node.inner:
+                ops += node.inner.tape.forward((node.inner.exit,), save=False)
+                if frees:
+                    ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *frees))
+                continue
+            allocs = [self._tensor(v, keep, save, cached) for v in node.outputs if v.own_bytes]
+            if save or index in cached:
                 allocs += node.extra
             elif node.extra:
                 passing = [t._replace(category="temporaries") for t in node.extra]
@@ -162,9 +188,9 @@ class Tape:
         return ops
 
     @staticmethod
-    def _tensor(v: Value, keep: tuple[Value, ...], save: bool) -> Tensor:
+    def _tensor(v: Value, keep: tuple[Value, ...], save: bool, cached: frozenset[int]) -> Tensor:
         """An activation where backward or another unit needs it, else a temporary of forward."""
-        kept = v.outside or v in keep or (save and v.saves)
+        kept = v.outside or v in keep or (save and v.saves) or v.made_by in cached
         return Tensor(v.name, "activations" if kept else "temporaries", v.own_bytes)
 
     @property
@@ -189,6 +215,18 @@ class Tape:
                       frees=frees, comm=v.grad_comm))
         return made
 
+    def _inner_backward(self, node: Node, inner: Inner, grads: "dict[int, _Grad]", frees: tuple[Tensor, ...]) -> "list[Op | GradReady]":
+        """A checkpointed stretch: forward again, saving, then its backward; the gradients of its inputs stay for the caller."""
+        again = [op._replace(again=True) for op in inner.tape.forward((), until=inner.tape.recompute_until)]
+        ops: list[Op | GradReady] = [*again, *inner.tape.backward(inner.exit)]
+        if frees:
+            _free_after(ops, 0, list(frees), node.name)
+        for v in node.inputs:
+            made = _Grad(f"grad:{v.name}", v.nbytes)
+            assert id(v) not in grads, "an input of a checkpointed stretch has one use"
+            grads[id(v)] = made
+        return ops
+
     def backward(self, output: Value, entry: Value | None = None, *, free_entry: bool = False, owned: bool = True) -> list[Op | GradReady]:
         """Backward ops, from the gradient of `output` (allocated by whoever made it, freed here if `owned`) to that of `entry`.
 
@@ -212,6 +250,9 @@ class Tape:
                 remaining[id(v)] -= node.saved.count(v)
                 if remaining[id(v)] == 0 and (not v.outside or (free_entry and v is entry)):
                     frees.append(Tensor(v.name, "activations", v.own_bytes))
+            if node.inner:
+                ops += self._inner_backward(node, node.inner, grads, tuple(frees))
+                continue
             last = len(ops)
             meetings: list[Op] = []
             for back in node.backs:
