@@ -125,7 +125,7 @@ def cases() -> list[Case]:
 
 
 def judge(one: Case) -> tuple[Any, float]:
-    """The comparison of one run, and the seconds its dry run took."""
+    """The comparison of one run on its fullest rank, and the seconds its dry run took."""
     from costmodel.inputs import build_run
     from costmodel.predict import predict
     from execute.compare import compare
@@ -133,7 +133,7 @@ def judge(one: Case) -> tuple[Any, float]:
     run = build_run(**one.given)
     predicted = predict(run)
     start = time.perf_counter()
-    observed = dry_run(run)
+    observed = dry_run(run, predicted.fullest.example_rank)
     return compare(predicted, observed), time.perf_counter() - start
 
 

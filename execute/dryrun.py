@@ -137,7 +137,7 @@ class Marks:
         self.tracker.label(self.prepared.model.parameters(), "parameters")
         device, host = state_tensors(self.prepared.optimizer)
         if self.prepared.loss_scale is not None:
-            device += [self.prepared.loss_scale.scale, self.prepared.loss_scale.growth_tracker]
+            self.tracker.label([self.prepared.loss_scale.scale, self.prepared.loss_scale.growth_tracker], "framework")
         self.tracker.label(device + ([] if self.cuda else host), "optimizer")
         if self.cuda:
             self.tracker.label(host, HOST)

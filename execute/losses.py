@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from costmodel.spec import Recipe
 from execute.checkpoint import Around, checkpoint
@@ -80,13 +80,14 @@ def fused_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         return FusedLinearCrossEntropy.apply(hidden.flatten(0, -2).to(compute), weight.to(compute), low_bias, targets.flatten(), chunks)
 
 
-def head_and_loss(recipe: Recipe, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, around: Around) -> Tensor:
-    """The mean cross-entropy of the recipe's kind."""
+def head_and_loss(recipe: Recipe, hidden: Tensor, output: nn.Linear, tied: Tensor | None, targets: Tensor, around: Around) -> Tensor:
+    """The mean cross-entropy of the recipe's kind. `output` is the head; `tied` is its matrix where it has none."""
     def head(x: Tensor) -> Tensor:
-        return F.linear(x, weight, bias)
+        return output(x, tied=tied)
 
     if recipe.loss == "chunked":
         return chunked_loss(hidden, head, targets, recipe.loss_chunks, around)
     if recipe.loss == "fused":
-        return fused_loss(hidden, weight, bias, targets, recipe.loss_chunks, DTYPES[recipe.precision.compute])
+        weight = output.weight if tied is None else tied
+        return fused_loss(hidden, weight, output.bias, targets, recipe.loss_chunks, DTYPES[recipe.precision.compute])
     return (eager_loss if recipe.loss == "eager" else low_precision_loss)(hidden, head, targets)

@@ -5,6 +5,7 @@ Parameters have the names, shapes and order of costmodel.spec.parameters.
 """
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,7 @@ class Attention(nn.Module):
             y = checkpoint(core, q, k, v, tables.mask, around=context.around, keep_rng=context.recipe.dropout > 0)
         else:
             y = core(q, k, v, tables.mask)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, self.q_width))
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         r = self.context.recipe
@@ -183,35 +184,50 @@ class Tables:
         self.cos, self.sin, self.mask = cos, sin, mask
 
 
-class Head(nn.Module):
-    """The output matrix, unless it is the embedding's, and its bias; the loss multiplies."""
+class Head(nn.Linear):
+    """The output matrix and its bias; a tied head has no matrix of its own and is told the embedding's."""
 
     def __init__(self, m: Model) -> None:
-        super().__init__()
-        self.weight = None if m.tied_embeddings else nn.Parameter(torch.empty(m.vocab, m.hidden))
-        self.bias = nn.Parameter(torch.zeros(m.vocab)) if m.head_bias else None
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = m.hidden, m.vocab
+        self.register_parameter("weight", None if m.tied_embeddings else nn.Parameter(torch.empty(m.vocab, m.hidden)))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(m.vocab)) if m.head_bias else None)
+
+    def forward(self, x: Tensor, *, tied: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight if tied is None else tied, self.bias)
+
+
+class Part(NamedTuple):
+    """A pipeline stage's part of a model: how many layers, and whether the embedding and the head are in it."""
+
+    layers: int
+    first: bool = True
+    last: bool = True
 
 
 class Transformer(nn.Module):
-    """Tokens and targets in, mean loss out."""
+    """Tokens and targets in, mean loss out. A part of one takes and returns hidden states instead; the last part, without targets, logits."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, part: Part | None = None) -> None:
         super().__init__()
         m, r = context.model, context.recipe
         self.context = context
-        self.embedding = nn.Embedding(m.vocab, m.hidden)
-        if m.position_rows:
-            self.positions = nn.Embedding(m.position_rows, m.hidden)
-        if m.embedding_norm:
-            self.embedding_norm = Norm(context, m.hidden)
-        self.groups = layer_groups(context.checkpointing, m.layers)
+        self.part = part = part or Part(m.layers)
+        if part.first:
+            self.embedding = nn.Embedding(m.vocab, m.hidden)
+            if m.position_rows:
+                self.positions = nn.Embedding(m.position_rows, m.hidden)
+            if m.embedding_norm:
+                self.embedding_norm = Norm(context, m.hidden)
+        self.groups = layer_groups(context.checkpointing, part.layers)
         alone = [len(indices) == 1 and on for indices, on in self.groups for _ in indices]
         if context.recompute_ops:
-            alone = [True] * m.layers
-        self.layers = nn.ModuleList(Layer(context, i, alone[i]) for i in range(m.layers))
-        if m.final_norm:
-            self.final_norm = Norm(context, m.hidden)
-        self.head = Head(m)
+            alone = [True] * part.layers
+        self.layers = nn.ModuleList(Layer(context, i, alone[i]) for i in range(part.layers))
+        if part.last:
+            if m.final_norm:
+                self.final_norm = Norm(context, m.hidden)
+            self.head = Head(m)
         if m.positions == "rope":
             self.rotary_shape = r.seq_len, int(m.head_dim * m.rotary_fraction)
             cos, sin = rotary_tables(*self.rotary_shape, context.compute)
@@ -221,24 +237,31 @@ class Transformer(nn.Module):
             mask = torch.ones(r.seq_len, r.seq_len, dtype=torch.bool).triu(1)
             self.register_buffer("mask", mask, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         m, c = self.context.model, self.context
-        x = self.embedding(tokens)
-        if m.position_rows:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        if m.embedding_norm:
-            x = self.embedding_norm(x)
-        x = c.dropout(x)
+        if self.part.first:
+            x = self.embed(x)
         tables = Tables(getattr(self, "cos", None), getattr(self, "sin", None), getattr(self, "mask", None))
         for indices, on in self.groups:
             if on and len(indices) > 1:
                 x = checkpoint(self.run_layers, x, indices, tables, around=c.around, keep_rng=c.recipe.dropout > 0)
             else:
                 x = self.run_layers(x, indices, tables)
+        if not self.part.last:
+            return x
         if m.final_norm:
             x = self.final_norm(x)
-        weight = self.embedding.weight if self.head.weight is None else self.head.weight
-        return head_and_loss(c.recipe, x, weight, self.head.bias, targets, c.around)
+        tied = self.embedding.weight if m.tied_embeddings else None
+        return self.head(x, tied=tied) if targets is None else head_and_loss(c.recipe, x, self.head, tied, targets, c.around)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        m = self.context.model
+        x = self.embedding(tokens)
+        if m.position_rows:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        if m.embedding_norm:
+            x = self.embedding_norm(x)
+        return self.context.dropout(x)
 
     @torch.no_grad()
     def init_weights(self) -> None:

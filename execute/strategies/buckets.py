@@ -57,6 +57,10 @@ class EmulatedReducer:
             for group in reversed(groups) if reverse else groups:
                 self.buckets.append(_Bucket([params[i] for i in group]))
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
+        if self.plan.gradient_as_bucket_view:
+            for p in params:
+                if p.grad is not None:
+                    p.grad = self.bucket_of[p].views[p]
 
     def before_forward(self) -> None:
         """Rebuild once, when a synchronised backward has told the order."""
@@ -105,7 +109,6 @@ class EmulatedReducer:
     def micro_batch(self, sync: bool) -> Iterator[None]:
         """Around the forward and backward of a micro-batch; without `sync` it is DDP's no_sync."""
         self.syncing = sync
-        if sync:
-            self.before_forward()
+        self.before_forward()
         yield
         self.syncing = True

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,33 @@ ALONE = {
     "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
     "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),
 }
+UNWATCHED = ("llama, peak in a layer", "gpt, dropout, eager", "autocast", "full checkpointing", "chunked loss")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "bucket_mb": 2}, "ddp views": {"strategy": "ddp", "bucket_mb": 2, "gradient_as_bucket_view": True},
+    "ddp views accumulate": {"strategy": "ddp", "gradient_as_bucket_view": True, "recipe": {"grad_accum": 2}},
     "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2", "bucket_mb": 2}, "fsdp": {"strategy": "fsdp"},
     "fsdp full checkpointing": {"strategy": "fsdp", "checkpointing": "full"},
 }
+LEARNING = ("zero1", "zero2", "fsdp")
 CPU_PAIR = {"gpu": "cpu_epyc_2core", "gpus": 2}
+
+
+@lru_cache
+def dry(name: str) -> Any:
+    return observe(ALONE[name])
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_real_tensors_take_the_bytes_of_the_dry_run(name: str) -> None:
-    dry, real = (report(look(ALONE[name]), 0).roles[0].memory for look in (observe, observe_real))
-    assert dry is not None and real is not None
-    assert real.states == dry.states
-    assert real.activations_bytes == dry.activations_bytes
-    assert real.allocated.total_bytes == dry.allocated.total_bytes
-    assert real.allocated.by_category == dry.allocated.by_category
+    fake, real = (report(seen, 0).roles[0].memory for seen in (dry(name), observe_real(ALONE[name])))
+    assert fake is not None and real is not None
+    assert real.states == fake.states
+    assert real.activations_bytes == fake.activations_bytes
+    assert real.allocated.total_bytes == fake.allocated.total_bytes
+    assert real.allocated.by_category == fake.allocated.by_category
 
 
-@pytest.mark.parametrize("name", [n for n in ALONE if n != "accumulation"])
+@pytest.mark.parametrize("name", UNWATCHED)
 def test_pytorch_unwatched_rises_as_high_as_the_dry_run_says(name: str) -> None:
     """The profiler's own memory events of a step without the tracker. Its few bytes more are scalars that no operation returns."""
     from torch.profiler import ProfilerActivity, profile
@@ -61,7 +70,7 @@ def test_pytorch_unwatched_rises_as_high_as_the_dry_run_says(name: str) -> None:
     for event in sorted((e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         now += event.nbytes()
         highest = max(highest, now)
-    seen = observe(run)
+    seen = dry(name)
     before = sum(v for k, v in seen.states.items() if k != "gradients")
     assert highest == pytest.approx(seen.tracker.peak("steady step").total_bytes - before, abs=64)
 
@@ -71,9 +80,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two real ranks saw and lost."""
     where = tmp_path_factory.mktemp("gloo")
     recipe = {"seq_len": 128, "micro_batch": 2, "precision": "fp32"}
-    cases = {f"seen {n}": ("seen", {"model": LLAMA, "cluster": CPU_PAIR, "plan": p, "recipe": recipe}) for n, p in STRATEGIES.items()}
-    cases |= {f"losses {n}": ("losses", {"model": LLAMA, "cluster": CPU_PAIR, "plan": p, "recipe": {**recipe, "grad_accum": 2}})
-              for n, p in STRATEGIES.items()}
+    cases = {}
+    for name, given in STRATEGIES.items():
+        plan = {k: v for k, v in given.items() if k != "recipe"}
+        cases[f"seen {name}"] = "seen", {"model": LLAMA, "cluster": CPU_PAIR, "plan": plan, "recipe": {**recipe, **given.get("recipe", {})}}
+        if name in ("ddp", *LEARNING):
+            cases[f"losses {name}"] = "losses", {"model": LLAMA, "cluster": CPU_PAIR, "plan": plan, "recipe": {**recipe, "grad_accum": 2}}
     root, worker = Path(__file__).resolve().parents[2], Path(__file__).with_name("gloo_worker.py")
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     ranks = [subprocess.Popen([sys.executable, str(worker), str(where / "store"), str(r), "2", json.dumps(cases), str(where / "out.json")],
@@ -97,7 +109,7 @@ def test_two_real_ranks_take_the_bytes_and_send_the_collectives_of_the_dry_run(n
     assert real["collectives"] == sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())
 
 
-@pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "ddp"])
+@pytest.mark.parametrize("name", LEARNING)
 def test_every_strategy_learns_what_ddp_learns(name: str, pair: dict[str, Any]) -> None:
     losses = pair["losses ddp"]
     assert losses[-1] < losses[0]
