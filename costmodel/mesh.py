@@ -171,12 +171,10 @@ def _within(groups: Groups, domain: int) -> int:
         return 0
     block = size * stride
     blocks, rest = divmod(count, stride)
-    if rest:  # the embedding groups: one part of a block, whose roots begin at 0
-        return sum(_low(0, rest, room, domain) for _ in range(1)) if not blocks else count
     period = domain // gcd(block, domain)
     turns, more = divmod(blocks, period)
     each = [_low(b * block % domain, stride, room, domain) for b in range(min(blocks, period))]
-    return turns * sum(each) + sum(each[:more])
+    return turns * sum(each) + sum(each[:more]) + _low(blocks * block % domain, rest, room, domain)
 
 
 def _low(start: int, length: int, room: int, domain: int) -> int:

@@ -8,6 +8,7 @@ import typer
 
 from costmodel.cli import listing
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, set_debug
+from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ def predict(
         print(f"wrote {output}", file=sys.stderr)
     if report.verdict == "does not fit":
         raise typer.Exit(DOES_NOT_FIT)
+
+
+app.command(cls=SectionedCommand)(mesh)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:

@@ -185,7 +185,7 @@ def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]
         raise InputError(f"--params {flags['params']} and --model {flags['model']}: a run has one model. Give one of the two.")
     for field, written in flags.items():
         flag = _BY_FIELD[field]
-        value = _flag_value(flag, written)
+        value = flag_value(flag, written)
         text = (flag.name if value else f"--no-{flag.name[2:]}") if flag.kind == "switch" else f"{flag.name} {shown(written)}"
         _drop_rivals(mapping, origins, field, value)
         _assign(mapping, origins, field, value, Origin(text, True))
@@ -211,7 +211,8 @@ def toml_scalar(text: str) -> Any:
     return value if len(parsed) == 1 and isinstance(value, bool | int | float | str | list | dict) else text
 
 
-def _flag_value(flag: Flag, written: Any) -> Any:
+def flag_value(flag: Flag, written: Any) -> Any:
+    """What was written behind a flag, as the kind of value it takes."""
     if flag.kind in ("word", "switch"):
         return written
     try:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from costmodel.render.text import Page, Style
 from costmodel.render.units import count, duration, plural, rate, share, size
+from costmodel.render.words import moment
 from costmodel.report import CATEGORIES, Collective, MemoryReport, RoleReport, StepReport, TimeReport
 from costmodel.spec import Cluster, Plan, Recipe, Run
 
@@ -166,7 +167,7 @@ def _verdict(report: StepReport, role: RoleReport, page: Page) -> None:
     assert memory is not None
     page.heading("VERDICT")
     page.line(verdict_sentence(report.verdict, memory), _STYLE[report.verdict], "  ")
-    page.line(f"highest on {_who(worst, report)}, at the moment of: {memory.allocated.moment}", indent="  ")
+    page.line(f"highest on {_who(worst, report)}, at the moment of: {moment(memory.allocated.moment)}", indent="  ")
 
 
 def _used(memory: MemoryReport | None) -> int:
@@ -201,7 +202,7 @@ def _memory(report: StepReport, role: RoleReport, memory: MemoryReport, page: Pa
     rows.append(["allocated", size(peak.total_bytes), share(1.0), size(sum(memory.states.values()))])
     page.table(["category", "at the peak", "share", "model state"], rows, "<>>>", bold_last=True)
     page.line()
-    page.table(["phase", "peak", "at the moment of"], [[name, size(p.total_bytes), p.moment] for name, p in memory.phases.items()], "<><")
+    page.table(["phase", "peak", "at the moment of"], [[name, size(p.total_bytes), moment(p.moment)] for name, p in memory.phases.items()], "<><")
     page.line()
     outside = ", ".join(f"{name} {size(n)}" for name, n in memory.outside.items() if n)
     figures = [["allocated", size(peak.total_bytes), "live tensors (max_memory_allocated)"]]
