@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "all_gather",
+__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "TorchDispatchMode", "all_gather",
            "around_ddp_forward", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "fake_world", "fsdp_groups",
            "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "storage_key", "unsharded_gradients",
            "watch_fsdp", "watch_resize", "watch_sharding_propagation"]

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from execute import compat
+
 aten = torch.ops.aten
 
 
@@ -84,6 +86,29 @@ class CudaTable:
         return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False)[0]
 
 
+def _like(x: Tensor, placements: tuple[Any, ...] | None = None) -> Tensor:
+    """An empty tensor like another one; of a DTensor, the local part is made, whatever its placements will be."""
+    if not isinstance(x, compat.DTensor):
+        return torch.empty_like(x)
+    return compat.DTensor.from_local(torch.empty_like(x._local_tensor), x.device_mesh, placements or x.placements, run_check=False,
+                                     shape=x.shape, stride=x.stride())
+
+
+def _summed_like(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """The gradient of a norm's weight: of a DTensor, a partial sum over the axes that split the rows of its input.
+
+    Source: torch/distributed/tensor/_ops/_math_ops.py, layer_norm_bwd_single_dim_strategy and rms_norm_bwd_single_dim_strategy.
+    """
+    if weight is None or not isinstance(x, compat.DTensor):
+        return None if weight is None else torch.empty_like(weight)
+    return _like(weight, tuple(compat.Partial() if p.is_shard() else p for p in x.placements))
+
+
+def _row_statistics(x: Tensor) -> Tensor:
+    rows = x._local_tensor if isinstance(x, compat.DTensor) else x
+    return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+
+
 class FusedRMSNorm(torch.autograd.Function):
     """aten::_fused_rms_norm on CUDA: saves the input, the weight and the float32 reciprocal root mean square of each row.
 
@@ -93,15 +118,14 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        y = torch.empty_like(x)
-        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, rstd)
+        y = _like(x)
+        ctx.save_for_backward(x, weight, _row_statistics(x))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        return _like(x), _summed_like(weight, x)
 
 
 class FusedLayerNorm(torch.autograd.Function):
@@ -113,16 +137,15 @@ class FusedLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = torch.empty_like(x)
-        mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        rstd = torch.empty_like(mean)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        y = _like(x)
+        mean = _row_statistics(x)
+        ctx.save_for_backward(x, weight, bias, mean, torch.empty_like(mean))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, _, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        return _like(x), _summed_like(weight, x), _summed_like(bias, x)
 
 
 def composed_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:

@@ -15,7 +15,8 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
     if p.framework != "pytorch":
         yield PlanError("plan.framework", p.framework, "execute performs the PyTorch dialect only.", "Use framework = pytorch.")
-    for field in ("tp", "pp", "cp", "ep"):
+    yield from _tensor(run)
+    for field in ("pp", "cp", "ep"):
         if getattr(p, field) > 1:
             yield PlanError(f"plan.{field}", getattr(p, field), "execute does not perform this axis yet.", f"Use {field} = 1.")
     if p.single_process:
@@ -54,3 +55,26 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _tensor(run: Run) -> Iterator[PlanError]:
+    """What DTensor's tensor parallelism cannot do, or is not combined with here."""
+    m, p, r = run.model, run.plan, run.recipe
+    if p.tp == 1:
+        return
+    if m.fused_qkv:
+        yield PlanError("model.fused_qkv", True, "DTensor cuts a fused matrix by rows as it stands: the first rank would hold queries, the last values.",
+                        "Use fused_qkv = false, or tp = 1.")
+    if m.qk_norm == "full":
+        yield PlanError("model.qk_norm", "full", "a norm over all heads would span the tp ranks.", "Use tp = 1, or qk_norm = per_head.")
+    if m.norm_placement == "post":
+        yield PlanError("plan.tp", p.tp, "execute does not parallelise post-norm layers yet.", "Use tp = 1.")
+    if p.zero in (1, 2) or p.zero == 0 and p.dp > 1:
+        yield PlanError("plan.tp", p.tp, "PyTorch's DDP and ZeRO do not know DTensors: tensor parallelism goes with FSDP or HSDP.", "Use zero = 3.")
+    if r.precision.autocast:
+        yield PlanError("recipe.precision", r.precision.name, "execute does not run torch.autocast under DTensor.",
+                        "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
+    if r.loss in ("chunked", "fused"):
+        yield PlanError("recipe.loss", r.loss, "this loss is not written for split logits.", "Use loss = eager or bf16.")
+    if r.optimizer.name == "muon":
+        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and tensor parallelism splits them.", "Use adamw.")

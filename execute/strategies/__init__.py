@@ -51,6 +51,8 @@ class Prepared:
 
 def strategy_name(run: Run) -> str:
     """Which file of this folder performs a plan."""
+    if run.plan.tp > 1:
+        return "tensor"
     if run.plan.zero == 3:
         return "fsdp"
     if run.plan.zero in (1, 2):

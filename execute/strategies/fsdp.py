@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -18,20 +18,17 @@ from costmodel.spec import Run
 from execute.dtypes import DTYPES
 from execute.optim import make_optimizer
 from execute.strategies import Prepared, Region, no_region
+from execute.strategies.mesh import groups_of, mesh_of
 
 
-def mesh_of(run: Run, device: str) -> DeviceMesh:
-    """The mesh of the data-parallel axes."""
-    p = run.plan
-    if p.dp_replicate > 1:
-        return init_device_mesh(device, (p.dp_replicate, p.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(device, (p.dp_shard,), mesh_dim_names=("dp_shard",))
+def shard(run: Run, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """fully_shard each layer, then the root. Called on the meta device: no memory, and quick at any world size.
 
-
-def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
-    """fully_shard each layer, then the root. Called on the meta device: no memory, and quick at any world size."""
+    `mesh` has all axes of the run; the data-parallel ones are taken from it.
+    """
     p, precision = run.plan, run.recipe.precision
-    mesh = mesh_of(run, device)
+    mesh = mesh or mesh_of(run)
+    mesh = mesh["dp_replicate", "dp_shard"] if p.dp_replicate > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
     layers = list(model.get_submodule("layers").children())
     for layer in layers:
@@ -57,6 +54,4 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
 
     first = next(model.parameters())
     assert isinstance(first, DTensor)
-    mesh = first.device_mesh
-    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-    return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()), micro_batch=micro_batch, axes=axes)
+    return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()), micro_batch=micro_batch, axes=groups_of(first.device_mesh))

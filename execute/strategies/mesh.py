@@ -1,0 +1,22 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return"
+"""The device mesh of a run, with the axes that it uses: tp innermost, then dp_shard, dp_replicate, and pp outermost."""
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from costmodel.spec import Run
+
+ORDER = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+def mesh_of(run: Run, device: str = "cpu") -> DeviceMesh:
+    """All axes above 1; and dp_shard where the plan shards parameters, whatever its degree."""
+    p = run.plan
+    names = tuple(name for name in ORDER if getattr(p, name) > 1 or name == "dp_shard" and p.zero == 3)
+    return init_device_mesh(device, tuple(getattr(p, name) for name in names), mesh_dim_names=names)
+
+
+def groups_of(mesh: DeviceMesh) -> dict[str, Any]:
+    """The process group of this rank along each axis."""
+    return {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
