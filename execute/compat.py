@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 __all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "TorchDispatchMode", "all_gather",
            "around_ddp_forward", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "fake_world", "fsdp_groups",
-           "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "storage_key", "unsharded_gradients",
+           "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "storage_key", "unsharded_gradients", "waits_for_fake",
            "watch_fsdp", "watch_resize", "watch_sharding_propagation"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
@@ -226,3 +226,11 @@ def engine_would_add_in_place(func: Any, args: Any, kwargs: Any) -> bool:
     references: Any = old
     held = references._use_count(), torch._C._storage_Use_Count(storage_key(old.untyped_storage()))
     return held == SEEN_FROM_DISPATCH and bool(torch.ops.aten.is_non_overlapping_and_dense(old))
+
+
+def waits_for_fake(func: Any, args: Any) -> bool:
+    """Whether a functional collective on fake tensors is waited for: the real operation returns its argument, its meta kernel a copy.
+
+    Source: torch/csrc/distributed/c10d/Functional.cpp, wait_tensor; torch/distributed/_functional_collectives.py, _wait_tensor_meta.
+    """
+    return func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor)

@@ -114,7 +114,7 @@ class StorageTracker(compat.TorchDispatchMode):
             self.op = name
         if compat.engine_would_add_in_place(func, args, kwargs):
             func = torch.ops.aten.add_.Tensor
-        out = func(*args, **(kwargs or {}))
+        out = args[0] if compat.waits_for_fake(func, args) else func(*args, **(kwargs or {}))
         for listener in self._listeners:
             listener(self, func, args, kwargs or {}, out)
         for tensor in compat.inner_tensors(out):
