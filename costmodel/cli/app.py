@@ -10,6 +10,7 @@ from costmodel.cli import listing
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, set_debug
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
+from costmodel.cli.schedule import schedule
 
 if TYPE_CHECKING:
     from costmodel.catalog.profiles import Profile
@@ -72,6 +73,7 @@ def predict(
 
 
 app.command(cls=SectionedCommand)(mesh)
+app.command(cls=SectionedCommand)(schedule)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:

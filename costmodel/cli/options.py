@@ -200,6 +200,14 @@ def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]
     return Given(mapping, origins)
 
 
+def also(given: Given, field: str, value: Any, text: str) -> Given:
+    """What was given, with one more field, which a command's own option wrote."""
+    import copy
+    mapping, origins = copy.deepcopy(given.mapping), dict(given.origins)
+    _assign(mapping, origins, field, value, Origin(text, True))
+    return Given(mapping, origins)
+
+
 def toml_scalar(text: str) -> Any:
     """A TOML value (4, 0.1, true, "x", [1, 2]); any other text is the text itself."""
     import tomllib

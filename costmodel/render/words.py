@@ -17,11 +17,14 @@ PARTS = {
     "attention.q": "a layer, queries", "attention.k": "a layer, keys", "attention.v": "a layer, values", "attention.qk": "a layer, attention scores",
     "attention.scale": "a layer, attention scores scaled", "attention.mask": "a layer, attention mask", "attention.softmax": "a layer, attention softmax",
     "attention.probs": "a layer, attention probabilities", "attention.pv": "a layer, attention over the values",
-    "attention.merge": "a layer, attention heads merged", "attention.out": "a layer, attention output", "attention.residual": "a layer, residual after attention",
+    "attention.merge": "a layer, attention heads merged", "attention.out": "a layer, attention output",
+    "attention.residual": "a layer, residual after attention",
     "attention_norm": "a layer, norm before attention", "attention_post_norm": "a layer, norm after attention", "attention": "a layer, attention",
     "mlp.gate": "a layer, feed-forward gate", "mlp.up": "a layer, feed-forward up", "mlp.down": "a layer, feed-forward down",
-    "mlp.act": "a layer, feed-forward activation", "mlp.product": "a layer, gate times up", "mlp.residual": "a layer, residual after the feed-forward block",
-    "mlp_norm": "a layer, norm before the feed-forward block", "mlp_post_norm": "a layer, norm after the feed-forward block", "mlp": "a layer, feed-forward block"}
+    "mlp.act": "a layer, feed-forward activation", "mlp.product": "a layer, gate times up",
+    "mlp.residual": "a layer, residual after the feed-forward block",
+    "mlp_norm": "a layer, norm before the feed-forward block",
+    "mlp_post_norm": "a layer, norm after the feed-forward block", "mlp": "a layer, feed-forward block"}
 """What an operation belongs to, by the beginning of its name."""
 ENDINGS = {
     "grad": "", "out": "", "rope": "rotary embedding", "rotated": "", "dropped": "", "gathered": "", "act": "activation", "add": "sum", "cat": "joined",
@@ -59,8 +62,8 @@ def moment(text: str) -> str:
     if name in WHOLE:
         words = WHOLE[name] + _WHOSE.get(whose, f" ({whose})" if whose else "")
         return f"optimizer step: {words}" if phase == "optimizer" else f"{phase} of {BLOCKS.get(block, block)}: {words}"
-    words = operation(op)
-    return text if words is None else f"{phase} of {words}"
+    said = operation(op)
+    return text if said is None else f"{phase} of {said}"
 
 
 def operation(name: str) -> str | None:
@@ -70,12 +73,10 @@ def operation(name: str) -> str | None:
         kernel, _, rest = kernel.partition(".")
         stem = stem + (f".{rest}" if rest else "")
     pieces = stem.split(".")
-    for length in range(len(pieces), 0, -1):
-        part = PARTS.get(".".join(pieces[:length]))
-        if part is not None:
-            break
-    else:
+    length = next((n for n in range(len(pieces), 0, -1) if ".".join(pieces[:n]) in PARTS), 0)
+    if not length:
         return None
+    part = PARTS[".".join(pieces[:length])]
     ends: list[str] = []
     for piece in pieces[length:]:
         if re.fullmatch(r"chunk\d+", piece):
