@@ -169,6 +169,8 @@ def _within(groups: Groups, domain: int) -> int:
     room = domain - (size - 1) * stride
     if room <= 0:
         return 0
+    if groups.members(count - 1)[-1] < domain:
+        return count
     block = size * stride
     blocks, rest = divmod(count, stride)
     period = domain // gcd(block, domain)

@@ -98,7 +98,7 @@ def worlds(draw: st.DrawFn) -> Run:
     tp, cp, shard, replicate, pp = factors(draw)
     per_node = draw(st.sampled_from([2, 3, 4, 8]))
     world = (2 ** (tp - 1)) * cp * shard * replicate * pp
-    per_node = per_node if world % per_node == 0 else world
+    per_node = per_node if world % per_node == 0 else 1
     return run_of({"tp": 2 ** (tp - 1), "cp": cp, "dp_shard": shard, "dp_replicate": replicate, "pp": pp, "zero": 1}, world, per_node)
 
 

@@ -39,7 +39,7 @@ ONE_F_ONE_B = """\
 """
 """arXiv 2006.09503, figure 2: p - r forwards to warm up, then one backward, one forward."""
 INTERLEAVED = """\
-  slot    0                   5                   10
+  slot    0                   5
   rank 0  F0a F1a F0b F1b .   B0b .   B1b B0a B1a
   rank 1  .   F0a F1a F0b B0b F1b B1b B0a B1a .
 """

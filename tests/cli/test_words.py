@@ -24,9 +24,12 @@ def test_what_is_not_known_stays_as_it_is(name: str) -> None:
     assert moment(name) == name
 
 
-@pytest.mark.parametrize("plan", [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "checkpointing": "full"}, {"zero": 3, "tp": 2, "sequence_parallel": True},
-                                  {"framework": "deepspeed", "zero": 2}, {"framework": "deepspeed", "zero": 3}, {"framework": "megatron", "zero": 1},
-                                  {"framework": "megatron", "pp": 2}])
+PLANS = (
+    {}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "checkpointing": "full"}, {"zero": 3, "tp": 2, "sequence_parallel": True},
+    {"framework": "deepspeed", "zero": 2}, {"framework": "deepspeed", "zero": 3}, {"framework": "megatron", "zero": 1}, {"framework": "megatron", "pp": 2})
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("recipe", [{}, {"attention": "eager", "dropout": 0.1, "micro_batch": 2}, {"loss": "bf16", "optimizer": "adamw:foreach"}])
 def test_every_moment_of_a_prediction_has_words(plan: dict[str, object], recipe: dict[str, object]) -> None:
     report = predict(build_run(model="llama-3.2-1b", cluster={"gpus": 8}, plan=plan, recipe=recipe))
