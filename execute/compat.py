@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,13 +14,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "TorchDispatchMode", "all_gather",
-           "around_ddp_forward", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "fake_world", "fsdp_groups",
+__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "QuietStage", "TorchDispatchMode", "all_gather",
+           "around_ddp_forward", "assume_static", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "exchange", "fake_world",
+           "fsdp_groups",
            "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "storage_key", "unsharded_gradients", "waits_for_fake",
            "watch_fsdp", "watch_resize", "watch_sharding_propagation"]
 
@@ -28,12 +34,20 @@ Mark = Callable[[str], AbstractContextManager[Any]]
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group of any size in this process; its collectives return at once and move nothing."""
+    """A process group of any size in this process; its collectives return at once and move nothing.
+
+    DTensor's cached decisions name process groups, so they end with the world; that a mesh of several axes is reduced axis by axis is known.
+    """
+    redistribution = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = redistribution.level
+    redistribution.setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+        redistribution.setLevel(level)
 
 
 def group_by_name(name: str) -> dist.ProcessGroup | None:
@@ -234,3 +248,31 @@ def waits_for_fake(func: Any, args: Any) -> bool:
     Source: torch/csrc/distributed/c10d/Functional.cpp, wait_tensor; torch/distributed/_functional_collectives.py, _wait_tensor_meta.
     """
     return func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor)
+
+
+class QuietStage(PipelineStage):
+    """A PipelineStage that makes its receive buffers inside `region`."""
+
+    region: Mark = contextlib.nullcontext
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self.region("pipeline.buffers"):
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self.region("pipeline.buffers"):
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+
+def assume_static(schedule: Any) -> None:
+    """Let a pipeline's stages trust the metadata they were given: the vote on it reads values, which fake tensors do not have."""
+    def warmup(stages: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = warmup
+
+
+def exchange(operations: list[dist.P2POp]) -> None:
+    """Send and receive, and wait for it."""
+    _wait_batch_p2p(_batch_p2p(operations))

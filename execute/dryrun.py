@@ -14,7 +14,7 @@ import torch
 from costmodel.report import MemoryReport, Peak, RoleReport, StepReport
 from costmodel.spec import Run
 from execute import compat
-from execute.data import random_batch
+from execute.data import pipeline_batch, random_batch
 from execute.dtypes import DTYPES
 from execute.kernels import TABLES
 from execute.model import Context, Transformer
@@ -24,6 +24,7 @@ from execute.optim import state_tensors
 from execute.scaling import LossScale
 from execute.step import train_step
 from execute.strategies import Prepared, strategy
+from execute.strategies.pipeline import Stages
 from execute.support import check_supported
 
 STEPS = ("first step", "steady step")
@@ -79,10 +80,11 @@ def _perform(run: Run, steps: tuple[str, ...], *, dry: bool) -> Observation:
             recorder.name_axes(prepared.axes)
             if run.recipe.precision.loss_scaling:
                 prepared.loss_scale = LossScale()
+            batch = partial(pipeline_batch, run, model.ends) if isinstance(model, Stages) else partial(random_batch, run)
             marks = Marks(tracker, prepared, cuda=run.cluster.accelerator.kernel_table == "cuda")
             for step in steps:
                 tracker.step = step
-                train_step(run, prepared, lambda: random_batch(run), marks)
+                train_step(run, prepared, batch, marks)
                 marks.step_ended()
             states = tracker.alive()
             del prepared, marks
@@ -90,12 +92,12 @@ def _perform(run: Run, steps: tuple[str, ...], *, dry: bool) -> Observation:
     return Observation(run, tracker, recorder, states)
 
 
-def build(run: Run, device: str, tracker: StorageTracker | None = None) -> Transformer:
-    """The model of a run on a device ("meta" for the dry run), in the dtype of its parameters."""
+def build(run: Run, device: str, tracker: StorageTracker | None = None) -> Transformer | Stages:
+    """The model of a run (under a pipeline, this rank's stages) on a device ("meta" for the dry run), in the dtype of its parameters."""
     table = TABLES.cuda if device == "meta" and run.cluster.accelerator.kernel_table == "cuda" else TABLES.plain
     context = Context(run.model, run.recipe, run.plan.checkpointing, table, tracker.recompute if tracker else nullcontext)
     with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
-        return Transformer(context)
+        return Stages(run, context) if run.plan.pp > 1 else Transformer(context)
 
 
 def _region(tracker: StorageTracker, model: Transformer, name: str) -> AbstractContextManager[None]:
@@ -153,7 +155,7 @@ def report(seen: Observation, rank: int) -> StepReport:
     memory = MemoryReport(allocated=steady, phases={k: v for k, v in phases.items() if v is not None}, states=seen.states,
                           activations_bytes=tracker.highest(STEPS[1], "activations"),
                           capacity_bytes=run.cluster.accelerator.memory_bytes)
-    role = RoleReport(role=f"rank {rank}", ranks=run.plan.world_size, example_rank=rank, memory=memory, time=None,
+    role = RoleReport(role=f"rank {rank}", ranks=run.plan.world_size // run.plan.pp, example_rank=rank, memory=memory, time=None,
                       collectives=seen.collectives.summary(STEPS[1]))
     return StepReport(provenance="dryrun", roles=(role,), world_size=run.plan.world_size, tokens_per_step=run.tokens_per_step,
                       basis={"memory": "exact", "collectives": "exact"})

@@ -20,6 +20,11 @@ def eager_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     return F.cross_entropy(head(hidden).float().flatten(0, -2), targets.flatten())
 
 
+def loss_of_logits(recipe: Recipe, logits: Tensor, targets: Tensor) -> Tensor:
+    """The eager or the bf16 loss of logits that somebody else holds: the last stage of a pipeline."""
+    return F.cross_entropy((logits.float() if recipe.loss == "eager" else logits).flatten(0, -2), targets.flatten())
+
+
 def low_precision_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Cross-entropy on the logits as the head gives them, without a float32 copy (autocast is off for it)."""
     logits = head(hidden).flatten(0, -2)

@@ -24,26 +24,26 @@ def optimizer_class(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], d
     raise ValueError(f"PyTorch has no optimizer {spec.name} that this function builds")
 
 
-class Pair(torch.optim.Optimizer):
-    """Two optimizers over disjoint parameters, used as one."""
+class Several(torch.optim.Optimizer):
+    """Optimizers over disjoint parameters, used as one."""
 
-    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
-        self.both = (first, second)
+    def __init__(self, *each: torch.optim.Optimizer) -> None:
+        self.each = each
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for one in self.both for group in one.param_groups]
+        return [group for one in self.each for group in one.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        return {key: value for one in self.both for key, value in one.state.items()}
+        return {key: value for one in self.each for key, value in one.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.both:
+        for one in self.each:
             one.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one in self.both:
+        for one in self.each:
             one.step()
 
 
@@ -61,7 +61,7 @@ def make_optimizer(spec: OptimizerSpec, parameters: Iterable[Tensor]) -> torch.o
     chosen = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in chosen]
     kind, arguments = optimizer_class(spec.model_copy(update={"name": "adamw"}))
-    return Pair(torch.optim.Muon(matrices, lr=spec.lr, weight_decay=spec.weight_decay, momentum=spec.momentum), kind(rest, **arguments))
+    return Several(torch.optim.Muon(matrices, lr=spec.lr, weight_decay=spec.weight_decay, momentum=spec.momentum), kind(rest, **arguments))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:

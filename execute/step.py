@@ -2,8 +2,8 @@
 """One training step, the same code on fake tensors and on real ones."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,51 +11,16 @@ from torch import Tensor
 from costmodel.spec import Run
 from execute import compat
 from execute.dtypes import DTYPES
+from execute.marks import Marks, NoMarks
 from execute.strategies import Prepared
 
 
-class Marks(Protocol):
-    """Who wants to know which phase runs."""
-
-    def forward(self, phase: str = "forward") -> AbstractContextManager[Any]: ...
-    def phase_of(self, name: str) -> AbstractContextManager[Any]: ...
-    def backward_ended(self) -> None: ...
-
-
-class NoMarks:
-    """Nobody."""
-
-    def forward(self, phase: str = "forward") -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def phase_of(self, name: str) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def backward_ended(self) -> None:
-        return None
-
-
-def train_step(run: Run, prepared: Prepared, batch: Callable[[], tuple[Tensor, Tensor]], marks: Marks | None = None) -> Tensor:
-    """zero_grad; forward, loss and backward of each micro-batch; clip; update. Returns the last micro-batch's mean loss."""
+def train_step(run: Run, prepared: Prepared, batch: Callable[[], Any], marks: Marks | None = None) -> Tensor | None:
+    """zero_grad; forward, loss and backward of the micro-batches; clip; update. Returns the last micro-batch's mean loss, where it is known."""
     marks = marks or NoMarks()
-    recipe, device = run.recipe, "cpu"
+    recipe = run.recipe
     (prepared.zero_grad or prepared.optimizer.zero_grad)(recipe.zero_set_to_none)
-    for i in range(run.micro_batches):
-        last = i == run.micro_batches - 1
-        with prepared.micro_batch(last):
-            with marks.forward():
-                tokens, targets = batch()
-                with torch.autocast(device, DTYPES[recipe.precision.compute], enabled=recipe.precision.autocast):
-                    loss = prepared.model(tokens, targets)
-                if run.micro_batches > 1:
-                    loss = loss / run.micro_batches
-                if prepared.loss_scale is not None:
-                    loss = prepared.loss_scale.scaled(loss)
-            with marks.phase_of("backward"):
-                loss.backward()
-                prepared.after_backward(last)
-                marks.backward_ended()
-        loss = loss.detach()
+    loss = (prepared.micro_batches or partial(_one_after_another, run, prepared))(batch, marks)
     finite = True
     if prepared.loss_scale is not None:
         with marks.phase_of("unscale"):
@@ -66,6 +31,27 @@ def train_step(run: Run, prepared: Prepared, batch: Callable[[], tuple[Tensor, T
     if finite:
         with marks.phase_of("optimizer"):
             (prepared.step or prepared.optimizer.step)()
+    return loss
+
+
+def _one_after_another(run: Run, prepared: Prepared, batch: Callable[[], tuple[Tensor, Tensor]], marks: Marks) -> Tensor:
+    recipe = run.recipe
+    for i in range(run.micro_batches):
+        last = i == run.micro_batches - 1
+        with prepared.micro_batch(last):
+            with marks.forward():
+                tokens, targets = batch()
+                with torch.autocast("cpu", DTYPES[recipe.precision.compute], enabled=recipe.precision.autocast):
+                    loss = prepared.model(tokens, targets)
+                if run.micro_batches > 1:
+                    loss = loss / run.micro_batches
+                if prepared.loss_scale is not None:
+                    loss = prepared.loss_scale.scaled(loss)
+            with marks.phase_of("backward"):
+                loss.backward()
+                prepared.after_backward(last)
+                marks.backward_ended()
+        loss = loss.detach()
     return loss
 
 

@@ -16,7 +16,8 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.framework != "pytorch":
         yield PlanError("plan.framework", p.framework, "execute performs the PyTorch dialect only.", "Use framework = pytorch.")
     yield from _tensor(run)
-    for field in ("pp", "cp", "ep"):
+    yield from _pipeline(run)
+    for field in ("cp", "ep"):
         if getattr(p, field) > 1:
             yield PlanError(f"plan.{field}", getattr(p, field), "execute does not perform this axis yet.", f"Use {field} = 1.")
     if p.single_process:
@@ -78,3 +79,32 @@ def _tensor(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "this loss is not written for split logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and tensor parallelism splits them.", "Use adamw.")
+
+
+def _pipeline(run: Run) -> Iterator[PlanError]:
+    """What torch.distributed.pipelining cannot do, or is not combined with here."""
+    m, p, r = run.model, run.plan, run.recipe
+    if p.pp == 1:
+        return
+    if p.schedule not in ("naive", "gpipe", "1f1b", "interleaved"):
+        yield PlanError("plan.schedule", p.schedule, "execute does not perform this schedule yet.", "Use naive, gpipe, 1f1b or interleaved.")
+    if p.schedule == "1f1b" and r.grad_accum < p.pp:
+        yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
+                        f"Use grad_accum = {p.pp}, or schedule = gpipe.")
+    if p.zero in (1, 2):
+        yield PlanError("plan.zero", p.zero, "ZeRO-1 and -2 do not go with torch.distributed.pipelining.", "Use zero = 3 or 0.")
+    if p.zero == 3 and p.reshard_after_forward:
+        yield PlanError("plan.reshard_after_forward", True, "under a pipeline FSDP2 keeps parameters gathered for all micro-batches.",
+                        "Use reshard_after_forward = false.")
+    if r.precision.autocast:
+        yield PlanError("recipe.precision", r.precision.name, "execute does not run torch.autocast under a pipeline.",
+                        "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
+    if r.precision.loss_scaling:
+        yield PlanError("recipe.precision", r.precision.name, "execute does not scale the loss of a pipeline.", "Use a bf16 precision.")
+    if m.tied_embeddings:
+        yield PlanError("model.tied_embeddings", True, "torch.distributed.pipelining does not tie weights across stages.",
+                        "Use model.tied_embeddings = false.")
+    if r.loss in ("chunked", "fused"):
+        yield PlanError("recipe.loss", r.loss, "the last stage of a pipeline gives logits.", "Use loss = eager or bf16.")
+    if r.optimizer.name == "muon":
+        yield PlanError("recipe.optimizer", "muon", "execute does not split Muon over stages.", "Use adamw.")

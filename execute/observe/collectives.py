@@ -33,7 +33,7 @@ KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scat
          "allgather_into_tensor_coalesced_": "all-gather", "reduce_scatter_tensor_coalesced_": "reduce-scatter",
          "all_reduce": "all-reduce", "all_reduce_": "all-reduce", "all_gather_into_tensor": "all-gather",
          "reduce_scatter_tensor": "reduce-scatter", "broadcast": "broadcast", "all_to_all_single": "all-to-all"}
-FULL_IS_OUT = ("all-gather",)
+FULL_IS_OUT = ("all-gather", "recv")
 
 
 class CollectiveRecorder:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.spec import Run
+from execute.marks import Marks
 from execute.scaling import LossScale
 
 Region = Callable[[str], AbstractContextManager[Any]]
@@ -38,6 +39,8 @@ class Prepared:
     micro_batch: Callable[[bool], AbstractContextManager[Any]] = _no_context
     """Around the forward and backward of a micro-batch; told whether it is the last of the step."""
     after_backward: Callable[[bool], None] = _nothing
+    micro_batches: Callable[[Callable[[], Any], Marks], Tensor | None] | None = None
+    """Runs all micro-batches of a step in an order of its own; None: execute.step runs one after the other."""
     clip: Callable[[float], Tensor | None] | None = None
     """Clips gradients by their norm; None: torch.nn.utils.clip_grad_norm_ on the model's parameters."""
     step: Callable[[], None] | None = None
@@ -51,6 +54,8 @@ class Prepared:
 
 def strategy_name(run: Run) -> str:
     """Which file of this folder performs a plan."""
+    if run.plan.pp > 1:
+        return "pipeline"
     if run.plan.tp > 1:
         return "tensor"
     if run.plan.zero == 3:

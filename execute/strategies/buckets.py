@@ -37,9 +37,9 @@ class _Bucket:
 class EmulatedReducer:
     """Buckets of one replica. `first_pass` has a single bucket; the second is rebuilt in the order in which gradients arrived."""
 
-    def __init__(self, params: list[nn.Parameter], plan: Plan, region: Region) -> None:
+    def __init__(self, params: list[nn.Parameter], plan: Plan, region: Region, group: dist.ProcessGroup | None = None) -> None:
         self.params, self.plan, self.region = params, plan, region
-        self.world = dist.get_world_size()
+        self.group, self.world = group, dist.get_world_size(group)
         self.arrived: list[nn.Parameter] = []
         self.rebuilt = False
         self.syncing = True
@@ -87,7 +87,7 @@ class EmulatedReducer:
         bucket.pending -= 1
         while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].pending == 0:
             ready = self.buckets[self.next_bucket]
-            ready.work = dist.all_reduce(ready.flat, async_op=True)
+            ready.work = dist.all_reduce(ready.flat, group=self.group, async_op=True)
             self.next_bucket += 1
 
     @torch.no_grad()

@@ -49,13 +49,14 @@ def replicate(run: Run, model: nn.Module, *, dry: bool, region: Region) -> Prepa
     return Prepared(replica, None, micro_batch=micro_batch, axes=axes)  # type: ignore[arg-type]
 
 
-def real_ddp(model: nn.Module, plan: Plan, region: Region = no_region) -> nn.parallel.DistributedDataParallel:
+def real_ddp(model: nn.Module, plan: Plan, region: Region = no_region, group: dist.ProcessGroup | None = None) -> nn.parallel.DistributedDataParallel:
     """torch's DDP with the plan's bucket caps; the model's buffers are constants and are not broadcast.
 
     Its reducer allocates buckets when it is built and, once, at the start of a forward: `region` is told of both.
     """
     with compat.ddp_bucket_caps(plan.first_bucket_bytes, plan.bucket_bytes), warnings.catch_warnings(), region("ddp.buckets"):
         warnings.simplefilter("ignore", FutureWarning)
-        replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=plan.gradient_as_bucket_view, broadcast_buffers=False)
+        replica = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=plan.gradient_as_bucket_view,
+                                                      broadcast_buffers=False)
     compat.around_ddp_forward(replica, lambda: region("ddp.buckets"))
     return replica
