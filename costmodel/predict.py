@@ -19,8 +19,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     """Memory and time of one step of a run, from arithmetic alone.
 
     `profile` is a Profile, a name or path, or None for the shipped one of the run's accelerator and framework. `scaling` also
-    predicts one GPU of the same kind, for the efficiencies. Of several rank roles the first is the slowest, and has the times.
-    Raises PlanError where something is not predicted yet.
+    predicts one GPU of the same kind, for the efficiencies. Raises PlanError where something is not predicted yet.
     """
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     pipelined = run.plan.pp > 1
@@ -28,13 +27,15 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     prices = RunPrices(run, constants)
     scan = Scan(prices)
     counts = [block_counts(role.step) for role in program.roles]
-    times: list[TimeReport | None] = [*pipeline_times(run, program, prices, scan)] if pipelined else [None] * len(counts)
-    if not pipelined:
-        times[0] = step_report(run, prices, scan, step_time(program.roles[0].step, prices, scan=scan), counts[0])
+    if pipelined:
+        times = pipeline_times(run, program, prices, scan)
+    else:
+        times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
+                 for role, count in zip(program.roles, counts, strict=True)]
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
                         _collectives(count, prices)) for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
-    slowest = max((t for t in times if t), key=lambda t: t.step_s)
+    slowest = max(times, key=lambda t: t.step_s)
     return StepReport(
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,

@@ -35,6 +35,9 @@ class Prices(Protocol):
     @property
     def per_tensor_s(self) -> float: ...
 
+    @property
+    def call_s(self) -> float: ...
+
 
 @dataclass(slots=True)
 class Clocks:
@@ -44,8 +47,8 @@ class Clocks:
     compute: float = 0.0
     streams: dict[str, float] = field(default_factory=dict)
     busy_from: dict[str, float] = field(default_factory=dict)
-    events: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """event -> (when, axis that signals it; "" for the compute stream)."""
+    events: dict[str, tuple[float, str, float]] = field(default_factory=dict)
+    """event -> (when; the axis that signals it, "" for the compute stream; its start if the host issued it too late, else 0)."""
     waits: dict[str, float] = field(default_factory=dict)
     """What the compute stream waited for: an axis, or "host"."""
     contention: float = 0.0
@@ -55,12 +58,13 @@ class Clocks:
 
     def flat(self) -> list[float]:
         """Everything that moves, in the order of `_advance`."""
-        return [self.compute, self.host, *self.streams.values(), *[t for t, _ in self.events.values()],
+        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[t for t, _, _ in self.events.values()], *[late for _, _, late in self.events.values()],
                 self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
 
 
 Step = tuple[int, float, float, float, str, str, float]
 CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
+NEVER = (0.0, "", 0.0)
 CONTROL = {"wait": WAIT, "record": RECORD, "hold": HOLD, "sync": SYNC}
 
 
@@ -98,8 +102,8 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             if host + seconds > longest:
                 longest = host + seconds
             continue
-        if kind == "host":
-            host += prices.per_tensor_s * kernels
+        if kind == "host" or kind == "call":
+            host += (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels
             if host > longest:
                 longest = host
             continue
@@ -147,30 +151,42 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             host += launch
             compute = after
         elif code == WAIT:
-            when, by = events.get(event, (0.0, ""))
+            when, by, late = events.get(event, NEVER)
             if when > compute:
+                if late > compute:
+                    late = late if late < when else when
+                    waits["host"] = waits.get("host", 0.0) + late - compute
+                    compute = late
                 waits[by] = waits.get(by, 0.0) + when - compute
                 compute = when
         elif code == ISSUE or code == BLOCKING:
             host += launch
             free = streams.get(axis, 0.0)
-            start = host if host > free else free
+            start = late = free
+            if host > free:
+                start = late = host
+            else:
+                late = 0.0
             if not detached and compute > start:
                 start = compute
+                late = 0.0
             end = start + device
             if start > free or axis not in busy:
                 busy[axis] = start
             streams[axis] = end
             c.comm[axis] = c.comm.get(axis, 0.0) + device
             if code == ISSUE:
-                events[event] = (end, axis)
+                events[event] = (end, axis, late)
             elif end > compute:
+                if late > compute:
+                    waits["host"] = waits.get("host", 0.0) + late - compute
+                    compute = late
                 waits[axis] = waits.get(axis, 0.0) + end - compute
                 compute = end
         elif code == RECORD:
-            events[event] = (compute, "")
+            events[event] = (compute, "", 0.0)
         elif code == HOLD:
-            when = events.get(event, (0.0, ""))[0]
+            when = events.get(event, NEVER)[0]
             if when > streams.get(axis, 0.0):
                 streams[axis] = when
         elif code == SIDE:
@@ -183,7 +199,7 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
                 busy[axis] = start
             streams[axis] = start + device
             if event:
-                events[event] = (start + device, axis)
+                events[event] = (start + device, axis, 0.0)
         elif code == SYNC:
             host = max(host + launch, compute)
     c.compute, c.host = compute, host
@@ -276,11 +292,12 @@ def _advance(clocks: Clocks, step: list[float], times: int) -> None:
     clocks.compute += next(values)
     clocks.host += next(values)
     for name in clocks.streams:
-        moved = next(values)
-        clocks.streams[name] += moved
-        clocks.busy_from[name] = clocks.busy_from.get(name, 0.0) + moved
-    for name, (when, by) in clocks.events.items():
-        clocks.events[name] = (when + next(values), by)
+        clocks.streams[name] += next(values)
+    for name in clocks.busy_from:
+        clocks.busy_from[name] += next(values)
+    moved_events = [next(values) for _ in clocks.events]
+    for (name, (when, by, late)), moved in zip(list(clocks.events.items()), moved_events, strict=True):
+        clocks.events[name] = (when + moved, by, late + next(values))
     clocks.contention += next(values)
     for table in (clocks.waits, clocks.phases, clocks.comm):
         for name in table:

@@ -55,6 +55,14 @@ class RunPrices:
         which = {"foreach": "foreach_s", "fused": "fused_s", "for-loop": "for_loop_s"}[r.optimizer.implementation]
         self.per_tensor_s = profile.value(f"host.optimizer.{which}") * multiplier
         self.contention = run.plan.contention if run.plan.contention is not None else profile.value("overlap.contention")
+        self.megatron = run.plan.framework == "megatron"
+        overlap = run.plan.tp_overlap
+        self.tp_exposed = profile.value("tp.async_exposed") if overlap == "async" else 1.0
+        """Share of a tp collective's time that is not hidden behind the matmul it is pipelined with."""
+        slower = profile.value("tp.compile_factor" if r.compile else "tp.eager_factor")
+        self.tp_factor = profile.value("tp.userbuffers_factor") if overlap == "userbuffers" else self.tp_exposed * slower
+        """Time of a gather or scatter of the sequence over that of the plain collective."""
+        self.call_s = profile.value("host.graph.launch_s" if r.cuda_graphs else "host.compile.region_s") * multiplier if r.compile else 0.0
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
         self._device: dict[int, tuple[Op, float]] = like._device if like else {}
@@ -81,6 +89,9 @@ class RunPrices:
             seconds = self._comm[key] = 0.0
         if seconds is None:
             group = self.groups[axis]
+            factor = 1.0
+            if axis == "tp":
+                factor = self.tp_factor if self.megatron or kind in ("all-gather", "reduce-scatter") else self.tp_exposed
             assert group.size == size, f"axis {axis} has {group.size} ranks, not {size}"
-            seconds = self._comm[key] = self.network.collective_s(kind, nbytes, group)
+            seconds = self._comm[key] = factor * self.network.collective_s(kind, nbytes, group)
         return seconds

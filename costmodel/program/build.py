@@ -54,9 +54,9 @@ class Program:
 def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     """The strategy that a plan names."""
     p = run.plan
-    if p.framework == "megatron":
+    if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
         return MegatronDP(run, numbers, inventory)
-    if p.framework == "deepspeed" and p.zero:
+    if p.framework == "deepspeed":
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
         return FSDP(run, numbers, inventory)
@@ -76,7 +76,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (m.mtp_depth > 0, "model.mtp_depth", m.mtp_depth, "multi-token prediction", "Use mtp_depth = 0."),
             (bool(m.hybrid), "model.hybrid", m.hybrid, f"{m.hybrid or 'hybrid'} layers", "Use a pure Transformer."),
             (m.attention_sinks, "model.attention_sinks", True, "attention sinks", "Use a model without sinks."),
-            (m.norms_per_layer == 3, "model.norms_per_layer", 3, "three norms a layer", "Use 1, 2 or 4."),
+            (m.norms_per_layer not in ((1, 2) if m.parallel_residual else (4,) if m.norm_placement == "sandwich" else (2,)),
+             "model.norms_per_layer", m.norms_per_layer, f"that many norms with norm_placement {m.norm_placement}"
+             f"{' and a parallel residual' if m.parallel_residual else ''}",
+             "Use 2; 4 with norm_placement = sandwich; 1 or 2 with a parallel residual."),
             (m.embedding_dim != m.hidden, "model.embedding_dim", m.embedding_dim, "an embedding narrower than the model", "Use embedding_dim = hidden."),
             (0 < m.sliding_window < r.seq_len, "recipe.seq_len", r.seq_len, f"sliding-window attention (window {m.sliding_window})",
              f"Use seq_len <= {m.sliding_window}, or model.sliding_window = 0 to count full attention."),
@@ -87,6 +90,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
             (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
             (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
+            (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
+             f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
+            (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
+             "gradients zeroed in place under this strategy", "Use zero_set_to_none = true."),
             (p.framework == "nanochat", "plan.framework", "nanochat", "nanochat's distributed optimizer", "Use framework = pytorch."),
             (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
             (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
@@ -141,7 +148,9 @@ class Builder:
         return self.blocks[key]
 
     def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Seq:
-        """A unit's own block between what the strategy does around it."""
+        """A unit's own block between what the strategy does around it; a compiled layer is entered by a call."""
+        if self.numbers.compiled and name == LAYER:
+            before = [*before, Op("compiled.call", "call")]
         return seq(Block(name, phase, tuple(before)), core, Block(name, phase, tuple(after)))
 
     @property
@@ -194,8 +203,15 @@ class Builder:
         key = ("forward", chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
             s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
-            self.parts[key] = self.wrapped(LAYER, "forward", s.before_forward(LAYER, index, micro), core, s.after_forward(LAYER, index, micro))
+            after = s.after_forward(LAYER, index, micro)
+            if chk and self.numbers.autocast:
+                after = [Op("autocast.cache", "host", kernels=0, allocs=(self._autocast_cache(1),)), *after]
+            self.parts[key] = self.wrapped(LAYER, "forward", s.before_forward(LAYER, index, micro), core, after)
         return self.parts[key]
+
+    def _autocast_cache(self, layers: int) -> Tensor:
+        """Low-precision weights that autocast keeps until forward ends, of layers whose graph does not hold them."""
+        return Tensor("autocast cache", "temporaries", layers * self.unit[LAYER].weights_cast_bytes)
 
     def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
         key = (unit, "forward", save, drop)
@@ -222,7 +238,7 @@ class Builder:
     def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool]) -> list[Op]:
         """The unit's backward, with what the strategy does as each gradient appears.
 
-        The engine holds the head's gradient of a tied embedding until the lookup's has been added to it.
+        The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
         for item in self._raw_backward(unit, borrowed):
@@ -235,10 +251,13 @@ class Builder:
                 out[-1] = out[-1]._replace(allocs=(*out[-1].allocs, first_use))
                 continue
             allocs, ops = self.strategy.on_grad(unit, index, item, micro)
-            if allocs:
-                out[-1] = out[-1]._replace(allocs=out[-1].allocs + allocs)
             if tied:
-                out.append(Op("embedding.accumulate_tied", "memory", nbytes=3.0 * item.nbytes, dtype=item.dtype, frees=(first_use,)))
+                lookup = Tensor("lookup gradient", "temporaries", item.nbytes)
+                out[-1] = out[-1]._replace(allocs=(*out[-1].allocs, lookup))
+                out.append(Op("embedding.accumulate_tied", "memory", nbytes=3.0 * item.nbytes, dtype=item.dtype, allocs=allocs,
+                              frees=(first_use, lookup)))
+            elif allocs:
+                out[-1] = out[-1]._replace(allocs=out[-1].allocs + allocs)
             out.extend(ops)
         return out
 
@@ -336,6 +355,8 @@ class Builder:
         batch = batch_tensors(self.run) if whole else ()
         enter = [Op("batch", "host", kernels=0, allocs=batch), *links.before_forward(), *s.forward_begin(micro)]
         leave = [*s.forward_end(micro), *links.after_forward()]
+        if self.numbers.autocast and any(self.checkpointed):
+            leave.append(Op("autocast.exit", "host", kernels=0, frees=(self._autocast_cache(sum(self.checkpointed)),)))
         parts: list[Part] = []
         if stage.first:
             parts.append(self.forward_edge(EMBEDDING, micro, enter, []))

@@ -7,13 +7,13 @@ together. A Seq is (Block or Seq, repeats)…; a 96-layer stage is a handful of 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host"]
+Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call"]
 """What an op is, and where it runs.
 
 matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
 host and device, on its own stream. collective: on its axis's stream, behind what that stream already has. wait: compute waits for
 an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
-for compute. host: work of the host alone.
+for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region.
 """
 
 

@@ -147,8 +147,12 @@ class Walk:
             return x
         y = self.tape.value(f"{x.name}.{dtype}", x.numel, dtype, x.grad)
         moved = float(x.nbytes + y.nbytes)
-        self.tape.record(f"{x.name}.to_{dtype}", "memory", (x,), (y,), backs=(Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype),),
-                         nbytes=moved, dtype=dtype)
+        fused = self.n.compiled
+        if fused:
+            moved = 0.0
+        kernels = 0 if fused else 1
+        back = Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype, kernels=kernels)
+        self.tape.record(f"{x.name}.to_{dtype}", "memory", (x,), (y,), backs=(back,), nbytes=moved, dtype=dtype, kernels=kernels)
         return y
 
     def cast_weight(self, name: str, numel: int) -> Tensor:
@@ -167,7 +171,8 @@ class Walk:
         """LayerNorm or RMSNorm over the last dim.
 
         CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row. Written out in elementary ops
-        (fused_norm = false) it saves an fp32 copy of the input and the normalised value; so does the CPU's RMSNorm, both in fp32.
+        (fused_norm = false; counted at 34 bytes an element forward, 56 backward) it saves an fp32 copy of the input and the normalised
+        value; so does the CPU's RMSNorm, both in fp32.
         """
         model, r, n, tape = self.run.model, self.run.recipe, self.n, self.tape
         rows = x.numel // width
@@ -175,18 +180,22 @@ class Walk:
         layer = model.norm == "layernorm"
         y = tape.value(f"{name}.out", x.numel, x.dtype)
         ebytes = x.ebytes
-        backs = [Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=1 if (layer or n.table == "cuda") and r.fused_norm else 6)]
+        composed = not r.fused_norm and not n.compiled
+        plain = composed or (n.table == "cpu" and not layer)
+        back_bytes = 56.0 * x.numel if plain else (4.0 if n.compiled else 3.0) * x.nbytes
+        backs = [Back("grad", "memory", 0, nbytes=back_bytes, dtype=x.dtype, kernels=14 if plain else 1)]
         if model.norm != "rmsnorm_no_weight":
-            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=2.0 * x.nbytes, dtype=n.param), heads)
+            moved = 0.0 if n.compiled else 2.0 * x.nbytes
+            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=moved, dtype=n.param, kernels=0 if n.compiled else 1), heads)
             if model.norm_bias and not heads:
                 backs += self._replicated(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=n.param), heads)
         fp32_rows = Tensor(f"{name}.rstd", "activations", rows * 4)
         wide = x.numel * 4
-        if not r.fused_norm and not n.compiled:
+        if composed:
             widened = (Tensor(f"{name}.input.fp32", "activations", wide),) if layer or ebytes != 4 else ()
             normed = () if model.norm == "rmsnorm_no_weight" else (Tensor(f"{name}.normed", "activations", x.nbytes),)
             tape.record(name, "memory", (x,), (y,), saved=() if widened else (x,), extra=(fp32_rows, *widened, *normed), backs=tuple(backs),
-                        nbytes=2.0 * x.nbytes + 6.0 * wide, dtype=x.dtype, kernels=7)
+                        nbytes=34.0 * x.numel, dtype=x.dtype, kernels=7)
         elif layer:
             stat = rows * (4 if n.table == "cuda" else ebytes)
             stats = (Tensor(f"{name}.mean", "activations", stat), Tensor(f"{name}.rstd", "activations", stat))
@@ -197,7 +206,7 @@ class Walk:
             widened = (Tensor(f"{name}.input.fp32", "activations", wide),) if ebytes != 4 else ()
             normed = () if model.norm == "rmsnorm_no_weight" else (Tensor(f"{name}.normed", "activations", wide),)
             tape.record(name, "memory", (x,), (y,), saved=() if widened else (x,), extra=(fp32_rows, *widened, *normed), backs=tuple(backs),
-                        nbytes=2.0 * x.nbytes + 6.0 * wide, dtype=x.dtype, kernels=6)
+                        nbytes=34.0 * x.numel, dtype=x.dtype, kernels=6)
         return y
 
     def _replicated(self, back: Back, heads: bool) -> list[Back]:
@@ -264,9 +273,10 @@ class Walk:
         return y
 
     def add(self, x: Value, y: Value, name: str) -> Value:
-        """The residual sum. Its gradient reaches both inputs as one tensor; a lower-precision input gets a cast copy."""
+        """The residual sum; compiled, it is part of the norm that reads it. Its gradient reaches both inputs as one tensor; an input of
+        lower precision gets a cast copy."""
         out = self.tape.value(name, x.numel, x.dtype)
-        moved = float(x.nbytes + y.nbytes + out.nbytes)
+        moved = float(y.nbytes + out.nbytes + (0 if self.n.compiled else x.nbytes))
         if x.dtype == y.dtype:
             back = Back("grad", "memory", 1, alias=True)
         else:
@@ -296,6 +306,8 @@ class Walk:
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
         q, k, v = (self.cast(t, n.act) for t in (q, k, v))
+        if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
+            k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
         chk = self.run.plan.checkpointing
         if chk.mode == "selective" and "attention" in chk.ops:
             out = self._checkpointed_core(q, k, v)
@@ -366,7 +378,8 @@ class Walk:
     def eager_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Attention as matmul, scale, mask, softmax, dropout, matmul: the s² tensors of Korthikanti et al., 5·a·s²·b bytes.
 
-        Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2 bytes a score; scores themselves die. Causal
+        Megatron's scaled, masked softmax is one kernel. Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2
+        bytes a score; scores themselves die. Causal
         FLOPs are not halved: the whole square is computed.
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
@@ -382,7 +395,7 @@ class Walk:
                                 Back("grad_k", "matmul", 1, flops, moved, (b * self.heads, s, s, d), n.act)))
         sb = scores.nbytes
         scaled = self.tape.value("attention.scaled", scores_numel, n.act)
-        fused = n.compiled or n.attention == "math"
+        fused = n.compiled or n.attention == "math" or self.tp.megatron
         self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=n.act,
                          backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
         masked = scaled
@@ -566,6 +579,8 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
 
 def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     tape = w.tape
+    if w.run.recipe.loss == "inplace":
+        return _inplace_loss(w, logits)
     if w.tp.megatron:
         return _vocabulary_parallel_loss(w, logits)
     wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
@@ -573,12 +588,12 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     w.tp.loss_sums(w, w.tokens, "loss.max")
     w.tp.loss_sums(w, w.tokens, "loss.sum")
     log_probs = tape.value("loss.log_softmax", wide.numel, wide.dtype)
-    tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=2.0 * wide.nbytes, dtype=wide.dtype,
-                backs=(Back("grad", "memory", 0, nbytes=(1.0 if fused else 3.0) * wide.nbytes, dtype=wide.dtype),))
+    tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=(1.0 if fused else 2.0) * wide.nbytes,
+                dtype=wide.dtype, backs=(Back("grad", "memory", 0, nbytes=(1.0 if fused else 3.0) * wide.nbytes, dtype=wide.dtype),))
     loss = tape.value("loss", 1, wide.dtype)
     tape.record("loss.nll", "memory", (log_probs,), (loss,), nbytes=float(w.tokens * 8), dtype=wide.dtype,
                 extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
-                backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=2),))
+                backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=0 if fused else 2),))
     w.tp.loss_sums(w, w.tokens, "loss.target")
     return loss
 
@@ -593,6 +608,20 @@ def _vocabulary_parallel_loss(w: Walk, logits: Value) -> Value:
     moved = float(logits.nbytes + 5 * kept.nbytes)
     w.tape.record("loss.cross_entropy", "memory", (logits,), (loss,), extra=(kept,), nbytes=moved, dtype="fp32", kernels=8,
                   backs=(Back("grad", "memory", 0, nbytes=float(2 * kept.nbytes + logits.nbytes), dtype=logits.dtype, kernels=3),))
+    return loss
+
+
+def _inplace_loss(w: Walk, logits: Value) -> Value:
+    """A fused cross-entropy whose forward overwrites the logits with their gradient: 2 bytes a 16-bit logit, held until backward
+    (Transformer Engine's parallel cross-entropy, flash-attention's with inplace_backward, llm.c's fused classifier)."""
+    tape = w.tape
+    loss = tape.value("loss", 1, "fp32")
+    tape.record("loss.in_place", "memory", (logits,), (), kernels=0)
+    end = len(tape.nodes) - 1
+    kept = Tensor("loss.grad_logits", "activations", logits.nbytes)
+    tape.record("loss.cross_entropy", "memory", (logits,), (loss,), extra=(kept,), nbytes=3.0 * logits.nbytes, dtype=logits.dtype, kernels=2,
+                backs=(Back("release", "memory", kernels=0, release=True), Back("grad", "memory", 0, kernels=0, dtype=logits.dtype)))
+    logits.last_use = end
     return loss
 
 
@@ -624,9 +653,11 @@ def _chunked_loss(w: Walk, y: Value) -> Value:
         backs.append(Back(f"chunk{i}.dgrad", "matmul", 0 if i == 0 else None, flops, moved, (1, rows, m.vocab, m.hidden), n.act,
                           temp_bytes=logits * e))
         backs.append(Back(f"chunk{i}.wgrad", "matmul", weight if i == 0 and not n.autocast else None, flops, moved, (1, m.vocab, rows, m.hidden),
-                          n.act if n.autocast else n.param, temp_bytes=logits * e + (weight.numel * e if i else 0)))
+                          n.act if n.autocast else n.param, temp_bytes=logits * e + (2 * weight.numel * e if i else 0)))
     if n.autocast:
         backs.append(w._cast_back(weight))
+    if m.head_bias:
+        backs.append(Back("bgrad", "memory", Param("head.bias", (m.vocab,)), nbytes=float(e * logits * chunks), dtype=n.param))
     w.tape.record("loss.chunked", "matmul", (source,), (loss,), saved=(source,), extra=cast, backs=tuple(backs), flops=flops * chunks,
                   nbytes=moved * chunks + 6.0 * wide * chunks, dims=(1, w.tokens, m.hidden, m.vocab), dtype=n.act, kernels=8 * chunks,
                   temp_bytes=forward_temp)
@@ -647,7 +678,7 @@ def _fused_loss(w: Walk, y: Value) -> Value:
     e = w.e
     source = w.cast(y, n.act)
     loss = w.tape.value("loss", 1, "fp32")
-    kept = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations", weight.numel * e))
+    kept: tuple[Tensor, ...] = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations", weight.numel * e))
     moved = float(e * (w.tokens * m.hidden * 2 + chunks * weight.numel * 3 + 6 * w.tokens * m.vocab))
     low = weight.numel * e if n.autocast else 0
     backs = [Back("release", "memory", kernels=0, release=True), Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]
@@ -655,6 +686,9 @@ def _fused_loss(w: Walk, y: Value) -> Value:
         backs.append(w._cast_back(weight))
     else:
         backs.append(Back("grad_weight", "memory", weight, nbytes=2.0 * weight.numel * e, dtype=n.param))
+    if m.head_bias:
+        kept += (Tensor("loss.grad_bias", "activations", m.vocab * e),)
+        backs.append(Back("grad_bias", "memory", Param("head.bias", (m.vocab,)), nbytes=2.0 * m.vocab * e, dtype=n.param))
     w.tape.record("loss.fused", "matmul", (source,), (loss,), extra=kept, flops=3.0 * flops, nbytes=moved, dims=(1, w.tokens, m.hidden, m.vocab),
                   dtype=n.act, kernels=10 * chunks, temp_bytes=rows * m.vocab * e + weight.numel * e + low + w.tokens * 4, backs=tuple(backs))
     return loss

@@ -10,7 +10,7 @@ DType = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int64": 8}
 
 AttentionKernel = Literal["eager", "sdpa", "fa1", "fa2", "fa3", "cudnn"]
-LossKind = Literal["eager", "bf16", "chunked", "fused"]
+LossKind = Literal["eager", "bf16", "chunked", "fused", "inplace"]
 
 
 class Precision(Spec):
@@ -62,6 +62,8 @@ class Recipe(Spec):
     """chunked: pieces of the sequence whose logits exist one at a time."""
     fused_norm: bool = True
     """RMSNorm and LayerNorm are one kernel (CUDA); False composes them from elementary ops."""
+    expand_kv: bool = False
+    """Keys and values are repeated for the query heads that share them before a flash kernel (code without grouped-query kernels)."""
     causal: bool = True
     dropout: NonNegativeFloat = 0.0
     compile: bool = False

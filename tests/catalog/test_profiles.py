@@ -14,7 +14,7 @@ from costmodel.spec import Cluster, Model, Plan, PlanError, Recipe, Run
 KEYS_A_STEP_NEEDS = ("matmul.bf16.peak_share", "matmul.fp32.peak_share", "attention.backward", "bandwidth.share", "copy.share",
                      "host.eager.forward_s", "host.eager.backward_s", "host.eager.recompute_s", "host.compile.op_s", "host.graph.kernel_s",
                      "host.collective_s", "host.optimizer.fused_s", "host.multiplier", "overlap.contention", "step.fixed_s",
-                     "jitter.per_doubling", "compile.memory_factor", "moe.layer_s", "memory.context_bytes", "memory.nccl_node_bytes",
+                     "jitter.per_doubling", "moe.layer_s", "memory.context_bytes", "memory.nccl_node_bytes",
                      "memory.workspace_bytes", "memory.split_default", "memory.split_expandable")
 
 

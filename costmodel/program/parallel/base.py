@@ -47,6 +47,8 @@ class Strategy:
     def persistent(self, role: str) -> list[Tensor]:
         """State that exists before the first step."""
         state = [Tensor("parameters", "parameters", nbytes(self.inventory.numel, self.precision.parameter))]
+        if not self.recipe.zero_set_to_none:
+            state += self.kept_gradients()
         if self.precision.master:
             state.append(Tensor("master weights", "master_weights", nbytes(self.inventory.numel, self.precision.master)))
         return state
@@ -81,7 +83,10 @@ class Strategy:
 
     def begin_step(self, first: bool) -> list[Op]:
         """zero_grad(set_to_none=True): the gradients of the previous step go."""
-        if first or not self.recipe.zero_set_to_none:
+        if not self.recipe.zero_set_to_none:
+            total = sum(t.nbytes for t in self.kept_gradients())
+            return [Op("zero_grad", "memory", nbytes=float(total), dtype=self.gradient_dtype, kernels=max(1, self.inventory.tensors // 30))]
+        if first:
             return []
         frees = tuple(self.kept_gradients())
         return [Op("zero_grad", "host", kernels=0, frees=frees)] if frees else []
@@ -138,9 +143,10 @@ class Strategy:
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """The gradient of a parameter is there: what the op that made it allocates, and what runs next.
 
-        The engine keeps the first gradient as `.grad`; a later micro-batch adds into it and drops its own.
+        The engine keeps the first gradient as `.grad`; a later micro-batch adds into it and drops its own. Gradients that are zeroed in
+        place count as present from the start.
         """
-        if micro in (ONLY, FIRST):
+        if micro in (ONLY, FIRST) and self.recipe.zero_set_to_none:
             return (Tensor(f"{ready.param.name}.grad", "gradients", ready.nbytes),), []
         made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
         return (made,), [Op(f"{ready.param.name}.accumulate_grad", "memory", nbytes=3.0 * ready.nbytes, dtype=ready.dtype, frees=(made,))]

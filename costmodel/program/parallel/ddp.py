@@ -12,7 +12,7 @@ from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.tape import GradReady
-from costmodel.spec import Run
+from costmodel.spec import Model, Run
 from costmodel.spec.parameters import Param
 
 
@@ -25,14 +25,22 @@ class Flush(NamedTuple):
     """Bytes of the bucket before it; 0 for the first."""
 
 
-def arrival_order(params: tuple[Param, ...], *, autocast: bool = False) -> list[Param]:
-    """Parameters of a unit in the order in which backward finishes their gradients: modules in reverse; of a linear layer the
-    bias before the weight, whose gradient passes through a transpose (under autocast both pass through a cast, the weight first);
-    of a norm the weight first."""
+def arrival_order(params: tuple[Param, ...], model: Model, *, autocast: bool = False) -> list[Param]:
+    """Parameters of a unit in the order in which backward finishes their gradients.
+
+    Modules in reverse order of use: a post-norm before its block, the norms of a parallel residual last. Of a linear layer the bias
+    before the weight, whose gradient passes through a transpose (under autocast both pass through a cast, the weight first); of a
+    norm the weight first.
+    """
     groups: dict[str, list[Param]] = {}
     for p in params:
         groups.setdefault(p.name.rsplit(".", 1)[0], []).append(p)
-    return [p for name in reversed(list(groups)) for p in (reversed(groups[name]) if len(groups[name][0].shape) > 1 and not autocast else groups[name])]
+    modules = list(reversed(list(groups)))
+    if model.parallel_residual:
+        modules.sort(key=lambda name: name.endswith("_norm") and "." not in name)
+    elif model.norm_placement == "post":
+        modules.sort(key=lambda name: (not name.startswith("mlp"), "." in name))
+    return [p for name in modules for p in (reversed(groups[name]) if len(groups[name][0].shape) > 1 and not autocast else groups[name])]
 
 
 class Buckets:
@@ -43,11 +51,11 @@ class Buckets:
     in the order of arrival (DDP's rebuilt buckets), else in the reverse order of registration.
     """
 
-    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, *, by_arrival: bool = True,
+    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, model: Model, *, by_arrival: bool = True,
                  autocast: bool = False) -> None:
         def walk(params: tuple[Param, ...]) -> list[tuple[str, int, int]]:
             """(name, bytes, place in the order of arrival) in the order in which buckets are filled."""
-            arrival = arrival_order(params, autocast=autocast)
+            arrival = arrival_order(params, model, autocast=autocast)
             place = {p.name: i for i, p in enumerate(arrival)}
             return [(p.name, p.numel * element, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
 
@@ -93,26 +101,33 @@ class _Fill:
         return self.size, self.limit, self.sizes[-1] if self.sizes else 0
 
     def unit(self, params: list[tuple[str, int, int]]) -> dict[str, Flush]:
-        """The buckets that complete within a unit, by the parameter whose gradient is the last to arrive."""
-        flushes: dict[str, Flush] = {}
+        """The buckets that complete within a unit, in that order, by the parameter whose gradient is the last to arrive."""
+        closed: list[tuple[int, str, int]] = []
         last, rank = "", -1
         for name, nbytes_, place in params:
             self.size += nbytes_
             if place > rank:
                 last, rank = name, place
             if self.size >= self.limit:
-                flushes[last] = self.rest() or Flush(0, 0, 0)
+                closed.append((rank, last, self.size))
+                self.size, self.limit = 0, self.cap
                 last, rank = "", -1
+        flushes: dict[str, Flush] = {}
+        for _, name, size in sorted(closed):
+            flushes[name] = self._flush(size)
         return flushes
+
+    def _flush(self, size: int) -> Flush:
+        flush = Flush(size, size // self.element, self.sizes[-1] if self.sizes else 0)
+        self.sizes.append(size)
+        return flush
 
     def rest(self) -> Flush | None:
         """Close the bucket being filled, if anything is in it."""
         if not self.size:
             return None
-        flush = Flush(self.size, self.size // self.element, self.sizes[-1] if self.sizes else 0)
-        self.sizes.append(self.size)
-        self.size, self.limit = 0, self.cap
-        return flush
+        size, self.size, self.limit = self.size, 0, self.cap
+        return self._flush(size)
 
 
 class DDP(Strategy):
@@ -124,7 +139,7 @@ class DDP(Strategy):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes,
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes, run.model,
                                autocast=numbers.autocast)
         self.group = run.plan.dp * run.plan.cp
         self.view = run.plan.gradient_as_bucket_view

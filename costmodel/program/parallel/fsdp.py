@@ -261,9 +261,13 @@ class FSDP(Strategy):
             if n > 1:
                 ops.append(Op("fsdp.hold(scattered)", "hold", kernels=0, event="scattered", axis="dp_replicate"))
             ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})"))
+        holds = replicate > 1 and not (fresh and same) and not self.pipelined
         tail = 0.0 if same and fresh else 2.0 * shard.nbytes + (shard.nbytes if not fresh else 0)
         ops.append(Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
-                      allocs=keep, frees=(rs_out,), axis=self.axis))
+                      allocs=keep, frees=() if holds else (rs_out,), axis=self.axis))
+        if holds and group == ROOT:
+            held = sum(self._bytes(g, p.reduce, whole=False) * (self.inventory.layers if g == LAYER else 1) for g in (LAYER, ROOT))
+            ops.append(Op("fsdp.release_all_reduced", "host", kernels=0, frees=(rs_out._replace(nbytes=held),)))
         return ops
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
@@ -298,11 +302,13 @@ class FSDP(Strategy):
         return ops
 
     def clip(self, role: str) -> list[Op]:
-        """Norms of the local shards, and one all-reduce of all of them (a partial DTensor, 4 bytes a parameter)."""
+        """Norms of the local shards, and one all-reduce of all of them over each mesh axis (a partial DTensor: an element a parameter)."""
         u = self.update(role)
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.n > 1:
-            ops.insert(1, collective(self.axis, "all-reduce", self.n, 4 * u.tensors, "fp32", name="clip.all_reduce"))
+            ops.insert(1, collective(self.axis, "all-reduce", self.n, element_bytes(u.grad) * u.tensors, u.grad, name="clip.all_reduce"))
+        if self.plan.tp > 1:
+            ops.insert(1, collective("tp", "all-reduce", self.plan.tp, element_bytes(u.grad) * u.tensors, u.grad, name="clip.all_reduce"))
         return ops
 
     def notes(self) -> list[str]:

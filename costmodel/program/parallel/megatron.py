@@ -4,7 +4,8 @@ Parameters 16-bit, gradients in a persistent buffer (fp32 by default: 18 bytes a
 distributed optimizer 6 + 12/n). Without it, gradients are all-reduced (2Ψ); with it reduce-scattered and the updated 16-bit
 parameters all-gathered (2Ψ). A gradient buffer of 16 bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM
 core/distributed/param_and_grad_buffer.py (bucket size max(40 M, 1 M x dp) parameters), core/optimizer; issue 654 (maintainer's
-bytes per parameter). There is no dry run of this dialect.
+bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer (bf16: fp32
+gradients beside 16-bit parameters).
 """
 
 from costmodel.program.inventory import Inventory, nbytes
@@ -31,8 +32,8 @@ class MegatronDP(Strategy):
         self.shards = run.plan.state_shards if self.distributed else 1
         self.local = -(-inventory.numel // self.shards)
         element = element_bytes(self.precision.reduce)
-        cap = max(40_000_000, 1_000_000 * self.n) * element
-        self.buckets = Buckets(inventory, element, cap, cap)
+        cap = max(40_000_000, 1_000_000 * self.n) * element if run.plan.framework == "megatron" else run.plan.bucket_bytes
+        self.buckets = Buckets(inventory, element, cap, cap, run.model)
 
     def persistent(self, role: str) -> list[Tensor]:
         p, inv = self.precision, self.inventory

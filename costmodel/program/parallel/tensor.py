@@ -63,8 +63,11 @@ class TensorParallel:
         if r.precision.autocast:
             yield PlanError("recipe.precision", r.precision.name, "torch.autocast under DTensor: not predicted yet.",
                             "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
-        if r.loss in ("chunked", "fused"):
+        if r.loss in ("chunked", "fused", "inplace") and p.framework == "pytorch" or r.loss in ("chunked", "fused"):
             yield PlanError("recipe.loss", r.loss, "this loss under tensor parallelism: not predicted yet.", "Use loss = eager or bf16.")
+        if p.framework == "pytorch" and m.fused_qkv:
+            yield PlanError("model.fused_qkv", True, "DTensor would cut a fused query-key-value matrix across them.",
+                            "Use model.fused_qkv = false, tp = 1, or framework = megatron.")
         if m.qk_norm == "full":
             yield PlanError("model.qk_norm", "full", "a norm over all heads would span the tp ranks.", "Use tp = 1, or qk_norm = per_head.")
 
