@@ -48,7 +48,7 @@ class Clocks:
     streams: dict[str, float] = field(default_factory=dict)
     busy_from: dict[str, float] = field(default_factory=dict)
     events: dict[str, tuple[float, str, float]] = field(default_factory=dict)
-    """event -> (when; the axis that signals it, "" for the compute stream; its start if the host issued it too late, else 0)."""
+    """event -> (when; the axis that signals it, "" for compute; its start where the host issued it too late, else 0)."""
     waits: dict[str, float] = field(default_factory=dict)
     """What the compute stream waited for: an axis, or "host"."""
     contention: float = 0.0

@@ -31,6 +31,14 @@ class Inventory(NamedTuple):
     layer: UnitParams
     head: UnitParams
     layers: int
+    whole_lookups: int = 0
+    """Elements by which the gradients of looked-up tables exceed the tables on this rank."""
+
+    @property
+    def norms(self) -> list[tuple[Param, int]]:
+        """Norm weights and biases, and how often each occurs."""
+        units = ((self.embedding, 1), (self.layer, self.layers), (self.head, 1))
+        return [(p, count) for unit, count in units for p in unit.params if "norm" in p.name]
 
     @property
     def numel(self) -> int:
@@ -62,8 +70,17 @@ def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True,
     if run.plan.framework == "megatron" and m.gated:
         layer = _fused_gate(layer)
     parts = (embedding_params(m) if embedding else [], layer, top)
-    first, inner, last = (_unit([local_param(p, t) for p in params]) for params in parts)
-    return Inventory(first, inner, last, m.layers if layers is None else layers)
+    first, inner, last = (_unit([local_param(p, t, run.plan.framework) for p in params]) for params in parts)
+    return Inventory(first, inner, last, m.layers if layers is None else layers, _whole_lookups(run) if embedding else 0)
+
+
+def _whole_lookups(run: Run) -> int:
+    """Elements by which the gradients of DTensor's looked-up tables exceed their local parts; a tied embedding's is cut."""
+    m, t = run.model, run.plan.tp
+    if t == 1 or run.plan.framework == "megatron":
+        return 0
+    tables = [p for p in embedding_params(m) if p.name.startswith(("embedding.", "positions.")) and not (m.tied_embeddings and p.name == "embedding.weight")]
+    return sum(p.numel - local_param(p, t, "pytorch").numel for p in tables)
 
 
 def _fused_gate(params: list[Param]) -> list[Param]:

@@ -7,7 +7,7 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 from dataclasses import dataclass
 
 from costmodel.program.ir import Tensor
-from costmodel.program.parallel.tensor import TensorParallel
+from costmodel.program.parallel.tensor import TensorParallel, local_param
 from costmodel.program.tape import Back, Inner, Tape, Value
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
@@ -211,7 +211,7 @@ class Walk:
 
     def _replicated(self, back: Back, heads: bool) -> list[Back]:
         """The gradient of a weight that every tp rank holds: summed over the ranks where each saw part of the tokens (or heads)."""
-        if self.tp.t == 1 or not (self.tp.sp or heads):
+        if self.tp.t == 1 or not (self.tp.sp or heads) or self.tp.sums_norms_late:
             return [back]
         assert isinstance(back.gives, Param)
         nbytes = back.gives.numel * DTYPE_BYTES[back.dtype]
@@ -531,14 +531,18 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
     y = w.tape.value("embedding.out", w.tokens * width, dtype)
     grad_bytes = float(table.numel * e + w.tokens * width * e * 2)
     w.tape.record("embedding", "memory", (), (y,), nbytes=2.0 * y.nbytes, dtype=dtype,
-                  backs=(Back("wgrad", "memory", table, nbytes=grad_bytes, dtype=numbers.param, kernels=3),))
+                  backs=(Back("wgrad", "memory", table, nbytes=grad_bytes, dtype=numbers.param, kernels=3,
+                              grad_numel=table.numel if m.tied_embeddings else w.tp.lookup(table, m.vocab)),))
     y = w.tp.leave(w, y, "embedding")
     if m.position_rows:
-        rows = Param("positions.weight", (m.position_rows, m.hidden))
+        rows = local_param(Param("positions.weight", (m.position_rows, m.hidden)), w.tp.t, run.plan.framework)
         at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
         w.tape.record("positions", "memory", (), (at,), nbytes=2.0 * at.nbytes, dtype=dtype,
                       extra=(Tensor("positions.index", "activations", w.seq * 8),),
-                      backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param),))
+                      backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param,
+                                  grad_numel=w.tp.lookup(rows, m.position_rows)),))
+        if not w.tp.megatron:
+            at = w.tp.leave(w, at, "positions")
         out = w.tape.value("embedding.sum", y.numel, dtype)
         w.tape.record("embedding.add", "memory", (y, at), (out,), nbytes=3.0 * y.nbytes, dtype=dtype,
                       backs=(Back("grad", "memory", 0, alias=True), Back("grad_positions", "memory", 1, nbytes=float(y.nbytes), dtype=dtype)))
@@ -584,9 +588,9 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     if w.tp.megatron:
         return _vocabulary_parallel_loss(w, logits)
     wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
+    if w.tp.loss_parallel:
+        return _loss_parallel(w, wide)
     fused = w.n.compiled
-    w.tp.loss_sums(w, w.tokens, "loss.max")
-    w.tp.loss_sums(w, w.tokens, "loss.sum")
     log_probs = tape.value("loss.log_softmax", wide.numel, wide.dtype)
     tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=(1.0 if fused else 2.0) * wide.nbytes,
                 dtype=wide.dtype, backs=(Back("grad", "memory", 0, nbytes=(1.0 if fused else 3.0) * wide.nbytes, dtype=wide.dtype),))
@@ -594,6 +598,22 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     tape.record("loss.nll", "memory", (log_probs,), (loss,), nbytes=float(w.tokens * 8), dtype=wide.dtype,
                 extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
                 backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=0 if fused else 2),))
+    return loss
+
+
+def _loss_parallel(w: Walk, wide: Value) -> Value:
+    """DTensor's vocabulary-parallel cross-entropy: backward holds the log-softmax, zeros, exponentials and their sum, 16 bytes a local
+    logit at the peak, and 33 bytes a token (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward)."""
+    tape, each = w.tape, wide.nbytes
+    w.tp.loss_sums(w, w.tokens, "loss.max")
+    w.tp.loss_sums(w, w.tokens, "loss.sum")
+    log_probs = tape.value("loss.log_softmax", wide.numel, wide.dtype)
+    tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=6.0 * each, dtype=wide.dtype, kernels=4,
+                temp_bytes=each, backs=(Back("grad", "memory", 0, alias=True),))
+    loss = tape.value("loss", 1, wide.dtype)
+    tape.record("loss.nll", "memory", (log_probs,), (loss,), nbytes=float(w.tokens * 8), dtype=wide.dtype,
+                extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
+                backs=(Back("grad", "memory", 0, nbytes=9.0 * each, dtype=wide.dtype, kernels=5, temp_bytes=2 * each + 33 * w.tokens),))
     w.tp.loss_sums(w, w.tokens, "loss.target")
     return loss
 
@@ -678,7 +698,7 @@ def _fused_loss(w: Walk, y: Value) -> Value:
     e = w.e
     source = w.cast(y, n.act)
     loss = w.tape.value("loss", 1, "fp32")
-    kept: tuple[Tensor, ...] = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations", weight.numel * e))
+    kept: tuple[Tensor, ...] = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations" if n.autocast else "gradients", weight.numel * e))
     moved = float(e * (w.tokens * m.hidden * 2 + chunks * weight.numel * 3 + 6 * w.tokens * m.vocab))
     low = weight.numel * e if n.autocast else 0
     backs = [Back("release", "memory", kernels=0, release=True), Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]

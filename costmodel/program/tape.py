@@ -58,6 +58,8 @@ class Back(NamedTuple):
     alias: bool = False
     temp_bytes: int = 0
     comm: Comm | None = None
+    grad_numel: int = 0
+    """Elements of the gradient it gives, where that is not the parameter's size."""
     release: bool = False
     """Only frees what the node kept for backward, which what follows re-uses in place."""
 
@@ -284,7 +286,7 @@ class Tape:
                         meetings.append(_meet(grads, target, old, made))
                 elif back.gives is not None:
                     param = back.gives
-                    nbytes = param.numel * self.element_bytes[back.dtype]
+                    nbytes = (back.grad_numel or param.numel) * self.element_bytes[back.dtype]
                     pending[param.name] -= 1
                     ready = GradReady(param, back.dtype, nbytes, pending[param.name] > 0)
                 if not back.alias:

@@ -98,7 +98,20 @@ class Strategy:
             total = sum(nbytes(p.numel, self.gradient_dtype) for p in unit.params)
             if total:
                 out.append(Tensor("gradients", "gradients", total * count))
+        if self.inventory.whole_lookups:
+            out.append(Tensor("whole lookup gradients", "gradients", nbytes(self.inventory.whole_lookups, self.gradient_dtype)))
         return out
+
+    def norm_sums(self) -> list[Op]:
+        """DTensor's norm gradients, summed over the tp ranks when they are asked for."""
+        tp, dtype = self.plan.tp, self.gradient_dtype
+        parts = [(p, n) for p, n in self.inventory.norms if self.plan.sequence_parallel or ".q_norm" in p.name or ".k_norm" in p.name]
+        return [collective("tp", "all-reduce", tp, nbytes(p.numel, dtype), dtype, name="norm_gradient.all_reduce") for p, n in parts for _ in range(n)]
+
+    @property
+    def tensor_alone(self) -> bool:
+        """Tensor parallelism in DTensor's dialect without FSDP."""
+        return self.plan.tp > 1 and self.plan.framework == "pytorch" and self.plan.zero != 3
 
     @property
     def gradient_dtype(self) -> str:
@@ -154,11 +167,21 @@ class Strategy:
     def clip(self, role: str) -> list[Op]:
         """Gradient clipping on this rank."""
         u = self.update(role)
-        return clip_ops(u.numel, u.tensors, u.grad)
+        ops = clip_ops(u.numel, u.tensors, u.grad)
+        if self.tensor_alone:
+            e = element_bytes(u.grad)
+            ops[1:1] = [*self.norm_sums(), collective("tp", "all-reduce", self.plan.tp, e * u.tensors, u.grad, name="clip.all_reduce")]
+        return ops
 
     def step(self, role: str, first: bool) -> list[Op]:
-        """The optimizer step."""
-        return update_ops(self.recipe.optimizer, self.update(role), first=first)
+        """The optimizer step; DTensor first gives every gradient the placement of its parameter."""
+        ops = update_ops(self.recipe.optimizer, self.update(role), first=first)
+        if not self.tensor_alone:
+            return ops
+        lookups = sum(p.numel for p in self.inventory.embedding.params if p.name.startswith(("embedding.", "positions.")))
+        cut = (Tensor("lookup gradients, cut", "temporaries", nbytes(lookups, self.gradient_dtype)),) if self.inventory.whole_lookups else ()
+        return [Op("redistribute", "memory", nbytes=float(2 * sum(t.nbytes for t in cut)), dtype=self.gradient_dtype, kernels=len(cut), allocs=cut),
+                *self.norm_sums(), *ops, Op("redistribute.release", "host", kernels=0, frees=cut)]
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
         """What is sent when the update is done: ops, and how often they repeat."""

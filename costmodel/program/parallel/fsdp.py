@@ -208,7 +208,15 @@ class FSDP(Strategy):
         return (Tensor(f"{ready.param.name}.unsharded_grad", "communication", ready.nbytes),), []
 
     def _unsharded_grads(self, group: str) -> tuple[Tensor, ...]:
-        return (Tensor(f"unsharded_grads({group})", "communication", nbytes(self.groups[group].numel, self.numbers.param)),)
+        extra = self.inventory.whole_lookups if group == ROOT else 0
+        return (Tensor(f"unsharded_grads({group})", "communication", nbytes(self.groups[group].numel + extra, self.numbers.param)),)
+
+    def _cut_lookups(self, group: str) -> tuple[Tensor, ...]:
+        """DTensor's whole gradient of a looked-up table is cut to the tp rank's part, a copy, before it is reduced."""
+        if group != ROOT or not self.inventory.whole_lookups:
+            return ()
+        tables = sum(p.numel for p in self.inventory.embedding.params if p.name.startswith(("embedding.", "positions.")))
+        return (Tensor("lookup gradients, cut", "communication", nbytes(tables, self.numbers.param)),)
 
     def _reduce(self, group: str, micro: str, previous: str | None) -> list[Op]:
         """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard."""
@@ -245,7 +253,7 @@ class FSDP(Strategy):
             ops.append(Op("fsdp.wait_reduce", "wait", kernels=0, event="reduce",
                           frees=(Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, p.reduce)),)))
         ops.append(Op(f"fsdp.reduce_copy_in({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + rs_in.nbytes), dtype=p.reduce,
-                      kernels=2, allocs=(rs_in,), frees=source))
+                      kernels=2, allocs=(*self._cut_lookups(group), rs_in), frees=(*source, *self._cut_lookups(group))))
         shard = Tensor(f"{group}.grad_shard", "gradients", self._bytes(group, p.gradient, whole=False), "reduce")
         fresh = first or finishing or (not self.sync_each and micro == LAST)
         same = p.reduce == p.gradient

@@ -27,11 +27,15 @@ ROW = ("attention.out.weight", "mlp.down.weight")
 VOCABULARY = ("embedding.weight", "head.")
 
 
-def local_param(p: Param, t: int) -> Param:
-    """The part of a weight on the fullest tp rank: columns and vocabulary by dim 0, rows by dim 1, the rest whole."""
+def local_param(p: Param, t: int, framework: str) -> Param:
+    """The part of a weight on the fullest tp rank: columns and vocabulary by dim 0, rows by dim 1, the rest whole.
+
+    DTensor's row-wise embedding cuts learned positions too; Megatron keeps them whole.
+    """
     if t == 1:
         return p
-    if p.name.startswith(COLUMN) or p.name.startswith(VOCABULARY):
+    rows = (*VOCABULARY, "positions.") if framework == "pytorch" else VOCABULARY
+    if p.name.startswith(COLUMN) or p.name.startswith(rows):
         return Param(p.name, (-(-p.shape[0] // t), *p.shape[1:]))
     if p.name in ROW:
         return Param(p.name, (p.shape[0], p.shape[1] // t))
@@ -41,13 +45,14 @@ def local_param(p: Param, t: int) -> Param:
 class TensorParallel:
     """What one rank of a tp group computes and sends; with tp = 1 it does nothing."""
 
-    __slots__ = ("t", "sp", "megatron", "loss_parallel")
+    __slots__ = ("t", "sp", "megatron", "fsdp", "loss_parallel")
 
     def __init__(self, run: Run) -> None:
         p = run.plan
         self.t = p.tp
         self.sp = p.sequence_parallel and p.tp > 1
         self.megatron = p.framework == "megatron"
+        self.fsdp = p.zero == 3
         self.loss_parallel = p.tp > 1 and (p.loss_parallel or self.megatron)
 
     @staticmethod
@@ -117,6 +122,16 @@ class TensorParallel:
         w.tape.record("head.all_gather", "collective", (logits,), (full,), comm=self.comm("all-gather", full.nbytes, logits.dtype),
                       temp_bytes=full.nbytes, dtype=logits.dtype, backs=(Back("slice", "memory", 0, nbytes=2.0 * logits.nbytes, dtype=logits.dtype),))
         return full
+
+    def lookup(self, local: Param, rows: int) -> int:
+        """Elements of the gradient of a looked-up table: DTensor's lookup makes the whole one on every rank
+        (torch/distributed/tensor/_ops/_embedding_ops.py has no row-wise rule for embedding_dense_backward)."""
+        return local.numel if self.t == 1 or self.megatron else rows * local.shape[1]
+
+    @property
+    def sums_norms_late(self) -> bool:
+        """Without FSDP, DTensor leaves a norm's gradient a partial sum until clipping and the optimizer ask for it."""
+        return self.t > 1 and not self.megatron and not self.fsdp
 
     def loss_sums(self, w: "Walk", tokens: int, name: str) -> None:
         """The small all-reduces of a vocabulary-parallel cross-entropy: the largest logit, the sum of exponentials, the target's."""
