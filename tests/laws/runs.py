@@ -75,6 +75,9 @@ def inputs(draw: st.DrawFn, gpus: st.SearchStrategy[int] = GPUS) -> dict[str, An
     model, plan, recipe = draw(models()), draw(plans(count)), draw(recipes(gpu))
     if model["head_bias"] and recipe["loss"] in ("chunked", "fused"):
         recipe["loss"] = "eager"  # test_known.py
+    out_of_order = model.get("norm_placement") == "post" or any(on for flag, on in model.items() if flag.endswith("_bias"))
+    if (plan["framework"], plan["zero"]) == ("pytorch", 2) and out_of_order:
+        plan.pop("bucket_bytes", None)  # test_known.py
     if (plan["framework"], plan["zero"]) == ("deepspeed", 0) and recipe["precision"] == "bf16-mixed":
         recipe["precision"] = "fp32"  # test_known.py
     return {"model": model, "cluster": {"gpus": count, "gpu": gpu}, "plan": plan, "recipe": recipe}
