@@ -44,15 +44,15 @@ class _Both:
         self.outer.__exit__(*error)
 
 
-ATTENTION_OPS = (torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten._scaled_dot_product_efficient_attention.default,
-                 torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+SAVED_OPS = (torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten._scaled_dot_product_efficient_attention.default,
+             torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
 
 
 def checkpoint_ops(function: Callable[..., Any], *args: Any, around: Around = nullcontext, keep_rng: bool = False) -> Any:
-    """Selective by operator: keep attention outputs and every other matrix product, recompute the rest.
+    """Selective by operator: keep attention outputs, reduce-scatters and every other matrix product, recompute the rest.
 
-    Source: torchtitan, models/llama3/infra/parallelize.py, `selective_ac_option = "op"`.
+    Source: torchtitan, models/llama3/infra/parallelize.py, `_op_sac_save_list`; distributed/activation_checkpoint.py.
     """
     def contexts() -> tuple[Any, Any]:
         seen = {"forward": 0, "recompute": 0}
@@ -62,7 +62,7 @@ def checkpoint_ops(function: Callable[..., Any], *args: Any, around: Around = nu
             if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
                 seen[mode] += 1
                 return CheckpointPolicy.MUST_SAVE if seen[mode] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-            return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
         forward, recompute = create_selective_checkpoint_contexts(policy)
         return forward, _Both(around(), recompute)

@@ -1,0 +1,92 @@
+"""The schedules of the project are those of torch.distributed.pipelining, action by action; and what a stage performs is its schedule."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from small_runs import LLAMA, small_run
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from costmodel.program.schedule import rank_order
+from execute.dryrun import observe
+from execute.strategies.pipeline import ScheduleNaive, Stage
+
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+
+
+def actions(order: Any) -> list[tuple[str, int, int]]:
+    """torch's actions without its idle slots and its reductions."""
+    return [(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order if a is not None and a.computation_type.name in KINDS]
+
+
+class Recorder:
+    """A stage that only writes down what a schedule asks it to do."""
+
+    def __init__(self, rank: int, stages: int) -> None:
+        self.stage_index, self.is_last = rank, rank == stages - 1
+        self.done: list[tuple[str, int, int]] = []
+
+    def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
+        self.done.append(("F", self.stage_index, chunk))
+
+    def backward_one_chunk(self, chunk: int, **kwargs: Any) -> None:
+        self.done.append(("B", self.stage_index, chunk))
+
+    def perform_reduce_grad(self, factor: int) -> None:
+        assert factor == 1
+
+    def __getattr__(self, name: str) -> Any:
+        assert name.endswith("_ops"), name
+        return lambda chunk: []
+
+
+def performed(kind: Any, p: int, m: int, rank: int) -> list[tuple[str, int, int]]:
+    """What torch's schedule performs (its `_get_pipeline_order` of 1F1B counts the last rank's micro-batches from 1)."""
+    stage = Recorder(rank, p)
+    nothing = [()] * m
+    schedule = SimpleNamespace(_n_microbatches=m, _num_stages=p, _stage=stage, scale_grads=False, _check_inputs=lambda *a: (nothing, nothing),
+                               _initialize_stage=lambda *a: None, _maybe_compute_loss=lambda *a: None, _maybe_get_loss=lambda *a: None,
+                               _update_losses=lambda *a: None)
+    kind._step_microbatches(schedule)
+    return stage.done
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B), ("naive", ScheduleNaive)])
+def test_one_stage_a_rank_runs_in_torch_s_order(name: str, kind: Any) -> None:
+    for p in (1, 2, 3, 4, 8, 12):
+        for m in (p, p + 1, 2 * p, 3 * p + 2, 32):
+            for rank in range(p):
+                assert [tuple(a) for a in rank_order(name, p, 1, m, rank)] == performed(kind, p, m, rank), (p, m, rank)
+
+
+def test_interleaved_stages_run_in_torch_s_order() -> None:
+    for p in (2, 3, 4, 8):
+        for v in (2, 3, 4):
+            for m in (p, 2 * p, 5 * p):
+                rounds = max(1, m // p)
+                schedule = SimpleNamespace(n_local_stages=v, pp_group_size=p, _n_microbatches=m, microbatches_per_round=m // rounds)
+                for rank in range(p):
+                    torch_order = ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, rank)  # type: ignore[arg-type]
+                    assert [tuple(a) for a in rank_order("interleaved", p, v, m, rank)] == actions(torch_order), (p, v, m, rank)
+
+
+@pytest.mark.parametrize(("schedule", "p", "v", "rank"), [("naive", 2, 1, 1), ("gpipe", 2, 1, 0), ("1f1b", 4, 1, 1), ("interleaved", 2, 2, 0)])
+def test_the_dry_run_performs_the_schedule(schedule: str, p: int, v: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stages are called for in two steps, against the order of one."""
+    done: list[tuple[str, int, int]] = []
+    forward, backward = Stage.forward_one_chunk, Stage.backward_one_chunk
+
+    def record(kind: str, original: Any) -> Any:
+        def one_chunk(self: Stage, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            done.append((kind, self.stage_index, chunk))
+            return original(self, chunk, *args, **kwargs)
+        return one_chunk
+
+    monkeypatch.setattr(Stage, "forward_one_chunk", record("F", forward))
+    monkeypatch.setattr(Stage, "backward_one_chunk", record("B", backward))
+    run = small_run({**LLAMA, "layers": 4}, "ddp", p, pp=p, schedule=schedule, virtual_stages=v, recipe={"grad_accum": 4, "seq_len": 32})
+    observe(run, rank)
+    assert done == 2 * [tuple(a) for a in rank_order(schedule, p, v, 4, rank)]
