@@ -22,6 +22,9 @@ GPT = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 2048, "vocab": 4096, "gate
 DEEP = {**LLAMA, "vocab": 256}
 """A small head: the peak lies in a layer."""
 DEEP_GPT = {**GPT, "vocab": 256}
+SPLIT_GPT = {**GPT, "fused_qkv": False}
+"""DTensor cannot cut a fused query, key and value matrix by columns."""
+EIGHT = {**LLAMA, "layers": 8}
 SHORT = {"seq_len": 512, "micro_batch": 2}
 MEAN, WORST = 0.02, 0.05
 
@@ -31,17 +34,19 @@ class Case(NamedTuple):
 
     name: str
     given: dict[str, Any]
+    stage: int | None = None
+    """Which pipeline rank performs; None: the fullest rank."""
 
 
 def case(name: str, model: Any, gpus: int, strategy: str, recipe: dict[str, Any] | None = None, gpu: str = "h100_sxm",
-         **plan: Any) -> Case:
+         stage: int | None = None, **plan: Any) -> Case:
     base = SHORT if isinstance(model, dict) else {"seq_len": 2048}
     return Case(name, {"model": model, "cluster": {"gpu": gpu, "gpus": gpus}, "plan": {"strategy": strategy, **plan},
-                       "recipe": {**base, **(recipe or {})}})
+                       "recipe": {**base, **(recipe or {})}}, stage)
 
 
 def cases() -> list[Case]:
-    """At least forty runs, six of them large; a name says what differs from its neighbours."""
+    """At least seventy runs, a few of them large; a name says what differs from its neighbours."""
     cpu = "cpu_epyc_2core"
     found = [
         # one process
@@ -120,12 +125,75 @@ def cases() -> list[Case]:
         case("llama-3-8b hsdp 256", "llama-3-8b", 256, "hsdp", {"seq_len": 4096, "loss": "chunked"}, checkpointing="full"),
         case("llama-3-8b fsdp 16 foreach", "llama-3-8b", 16, "fsdp", {"seq_len": 2048, "optimizer": "adamw:foreach"}, checkpointing="full"),
         case("llama-2-7b fsdp 8 bf16-pure", "llama-2-7b", 8, "fsdp", {"seq_len": 4096, "precision": "bf16-pure"}, checkpointing="every:2"),
+        # selective checkpointing
+        case("single deep attention ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective"),
+        case("single deep gpt eager attention ckpt", DEEP_GPT, 1, "single", {"precision": "bf16-pure", "attention": "eager", "dropout": 0.1},
+             checkpointing="selective"),
+        case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
+        case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found
+    return found + tensor_cases() + pipeline_cases()
+
+
+def tensor_cases() -> list[Case]:
+    """Tensor parallelism in DTensor's dialect."""
+    pure, fp32, sp = {"precision": "bf16-pure"}, {"precision": "fp32"}, {"sequence_parallel": True}
+    both = {**sp, "loss_parallel": True}
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    return [
+        case("tp 2 llama fp32", LLAMA, 2, "ddp", fp32, tp=2),
+        case("tp 2 llama bf16-pure", LLAMA, 2, "ddp", pure, tp=2),
+        case("tp 2 sp llama", LLAMA, 2, "ddp", pure, tp=2, **sp),
+        case("tp 2 sp loss llama", LLAMA, 2, "ddp", pure, tp=2, **both),
+        case("tp 2 loss llama loss bf16", LLAMA, 2, "ddp", {**pure, "loss": "bf16"}, tp=2, loss_parallel=True),
+        case("tp 4 sp gpt dropout eager", SPLIT_GPT, 4, "ddp", {**fp32, "dropout": 0.1, "attention": "eager"}, tp=4, **sp),
+        case("tp 4 gpt", SPLIT_GPT, 4, "ddp", pure, tp=4),
+        case("tp 2 sp gpt untied foreach tiny", {**SPLIT_GPT, "tied_embeddings": False}, 2, "ddp", {**pure, **tiny, "optimizer": "adamw:foreach"}, tp=2, **sp),
+        case("tp 2 sp loss llama accumulate", LLAMA, 2, "ddp", {**pure, "grad_accum": 3}, tp=2, **both),
+        case("tp 2 sp llama full ckpt, no clip", DEEP, 2, "ddp", {**pure, "clip_norm": 0.0}, tp=2, checkpointing="full", **sp),
+        case("fsdp 4 x tp 2 llama", LLAMA, 8, "fsdp", tp=2),
+        case("fsdp 4 x tp 2 sp loss llama", LLAMA, 8, "fsdp", tp=2, **both),
+        case("fsdp 16 x tp 2 sp qk-norm", {**LLAMA, "qk_norm": "per_head"}, 32, "fsdp", tp=2, **sp),
+        case("fsdp 4 x tp 2 sp loss full ckpt", LLAMA, 8, "fsdp", {"micro_batch": 8}, tp=2, checkpointing="full", **both),
+        case("fsdp 4 x tp 2 sp loss deep tiny", DEEP, 8, "fsdp", tiny, tp=2, **both),
+        case("fsdp 4 x tp 2 sp op ckpt", DEEP, 8, "fsdp", tp=2, checkpointing="selective:op", **sp),
+        case("fsdp 4 x tp 2 sp accumulate, no sync", LLAMA, 8, "fsdp", {"grad_accum": 2}, tp=2, sync_each_micro_batch=False, **sp),
+        case("fsdp 6 x tp 4 sp gpt uneven", SPLIT_GPT, 24, "fsdp", tp=4, **both),
+        case("hsdp 2 x 4 x tp 2 sp loss", LLAMA, 16, "hsdp", tp=2, dp_shard=4, **both),
+        case("llama-3-8b fsdp 8 x tp 8 sp loss", "llama-3-8b", 64, "fsdp", {"seq_len": 8192}, tp=8, checkpointing="full", **both),
+    ]
+
+
+def pipeline_cases() -> list[Case]:
+    """Every schedule, on first, middle and last ranks; alone and with each other axis."""
+    pure, kept = {"precision": "bf16-pure", "grad_accum": 8}, {"reshard_after_forward": False}
+    mixed, tiny = {"grad_accum": 4}, {"seq_len": 64, "micro_batch": 1}
+    small = {**EIGHT, "vocab": 256}
+    found = [case(f"pp 4 {schedule} rank {r}", EIGHT, 4, "ddp", pure, stage=r, pp=4, schedule=schedule)
+             for schedule in ("1f1b", "gpipe") for r in (0, 1, 3)]
+    return found + [
+        case("pp 4 naive rank 1", EIGHT, 4, "ddp", pure, stage=1, pp=4, schedule="naive"),
+        case("pp 4 1f1b small head last", small, 4, "ddp", {**pure, "precision": "fp32"}, stage=3, pp=4),
+        case("pp 2 uneven full ckpt first", EIGHT, 2, "ddp", pure, stage=0, pp=2, stage_layers=(5, 3), checkpointing="full"),
+        case("pp 2 uneven full ckpt last", EIGHT, 2, "ddp", pure, stage=1, pp=2, stage_layers=(5, 3), checkpointing="full"),
+        case("pp 2 x 2 interleaved first", EIGHT, 2, "ddp", pure, stage=0, pp=2, schedule="interleaved", virtual_stages=2),
+        case("pp 2 x 2 interleaved last", EIGHT, 2, "ddp", pure, stage=1, pp=2, schedule="interleaved", virtual_stages=2),
+        case("pp 4 x 2 interleaved middle", EIGHT, 4, "ddp", pure, stage=2, pp=4, schedule="interleaved", virtual_stages=2),
+        case("pp 4 x ddp 4 middle", EIGHT, 16, "ddp", pure, stage=2, pp=4),
+        case("pp 2 x ddp 2 gpipe last tiny foreach", small, 4, "ddp", {**pure, **tiny, "optimizer": "adamw:foreach"}, stage=1, pp=2, schedule="gpipe"),
+        case("pp 4 x fsdp 4 first", EIGHT, 16, "fsdp", {"grad_accum": 8}, stage=0, pp=4, **kept),
+        case("pp 4 x fsdp 4 last", EIGHT, 16, "fsdp", {"grad_accum": 8}, stage=3, pp=4, **kept),
+        case("pp 2 x 2 interleaved x fsdp 4", EIGHT, 8, "fsdp", mixed, stage=1, pp=2, schedule="interleaved", virtual_stages=2, **kept),
+        case("pp 2 x hsdp 2 x 4 gpipe", EIGHT, 16, "hsdp", mixed, stage=0, pp=2, schedule="gpipe", dp_shard=4, **kept),
+        case("pp 4 x tp 2 sp loss middle", EIGHT, 8, "ddp", pure, stage=1, pp=4, tp=2, sequence_parallel=True, loss_parallel=True),
+        case("pp 4 x tp 2 sp loss last", EIGHT, 8, "ddp", pure, stage=3, pp=4, tp=2, sequence_parallel=True, loss_parallel=True),
+        case("pp 2 x fsdp 4 x tp 2 sp first", EIGHT, 16, "fsdp", mixed, stage=0, pp=2, tp=2, sequence_parallel=True, checkpointing="full", **kept),
+        case("llama-2-7b pp 4 x fsdp 2 last", "llama-2-7b", 8, "fsdp", {"seq_len": 4096, "grad_accum": 8}, stage=3, pp=4, checkpointing="full", **kept),
+    ]
 
 
 def judge(one: Case) -> tuple[Any, float]:
-    """The comparison of one run on its fullest rank, and the seconds its dry run took."""
+    """The comparison of one run on one rank, and the seconds its dry run took."""
     from costmodel.inputs import build_run
     from costmodel.predict import predict
     from execute.compare import compare
@@ -133,7 +201,8 @@ def judge(one: Case) -> tuple[Any, float]:
     run = build_run(**one.given)
     predicted = predict(run)
     start = time.perf_counter()
-    observed = dry_run(run, predicted.fullest.example_rank)
+    rank = predicted.fullest.example_rank if one.stage is None else one.stage * run.plan.world_size // run.plan.pp
+    observed = dry_run(run, rank)
     return compare(predicted, observed), time.perf_counter() - start
 
 
@@ -143,7 +212,7 @@ def line(name: str, c: Any) -> str:
     split = " ".join(f"{r.name.removeprefix('at the peak: ')[:5]} {r.predicted - r.observed:+,}" for r in c.rows
                      if r.name.startswith("at the peak") and r.predicted != r.observed)
     sent = "=" if not c.missing and not c.surplus else f"-{sum(c.missing.values())}+{sum(c.surplus.values())}"
-    return (f"{name:<34} {exact:<12} {c.row('activations alone').difference:>+8.2%} {c.row('peak').difference:>+8.2%}  {sent:<8} {split}")
+    return (f"{name:<38} {exact:<12} {c.row('activations alone').difference:>+8.2%} {c.row('peak').difference:>+8.2%}  {sent:<8} {split}")
 
 
 def main() -> int:
@@ -155,7 +224,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     errors: dict[str, str] = {}
     if not asked.json:
-        print(f"{'run':<34} {'states':<12} {'activ.':>8} {'peak':>8}  {'sent':<8} difference at the peak by category, bytes")
+        print(f"{'run':<38} {'states':<12} {'activ.':>8} {'peak':>8}  {'sent':<8} difference at the peak by category, bytes")
     for one in cases():
         if asked.only not in one.name:
             continue
@@ -163,7 +232,7 @@ def main() -> int:
             results[one.name], seconds = judge(one)
         except Exception as error:
             errors[one.name] = f"{type(error).__name__}: {error}"
-            print(f"{one.name:<34} {errors[one.name][:200]}", file=sys.stderr)
+            print(f"{one.name:<38} {errors[one.name][:200]}", file=sys.stderr)
             continue
         if not asked.json:
             print(line(one.name, results[one.name]), f" {seconds:.1f}s" if seconds > 5 else "", flush=True)
