@@ -58,7 +58,8 @@ class Clocks:
 
     def flat(self) -> list[float]:
         """Everything that moves, in the order of `_advance`."""
-        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[t for t, _, _ in self.events.values()], *[late for _, _, late in self.events.values()],
+        events = self.events.values()
+        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[t for t, _, _ in events], *[late for _, _, late in events],
                 self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
 
 

@@ -219,11 +219,19 @@ class Builder:
             self.block(key, unit, "forward", self._forward_ops(unit, save=save, drop=drop))
         return self.blocks[key]
 
-    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
+    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Seq:
         alone = self.layers == 0 and self.links.borrows_input
         s, drop = self.strategy, unit == HEAD and not self._saves_entry(HEAD) and not alone
-        return self.wrapped(unit, "forward", [*before, *s.before_forward(unit, 0, micro)], self.forward_core(unit, save=True, drop=drop),
-                            [*s.after_forward(unit, 0, micro), *after])
+        core = self.forward_core(unit, save=True, drop=drop)
+        if replaces:
+            core = self._replacing(core)
+        return self.wrapped(unit, "forward", [*before, *s.before_forward(unit, 0, micro)], core, [*s.after_forward(unit, 0, micro), *after])
+
+    def _replacing(self, head: Block) -> Block:
+        """A head whose logits, once made, take the place of the previous micro-batch's in the schedule's loop."""
+        kept = {t.name for t in self.kept_output()}
+        ops = [op._replace(frees=(*op.frees, *self.kept_output())) if kept & {t.name for t in op.allocs} else op for op in head.ops]
+        return self.block((HEAD, "forward", "replaces"), head.name, head.phase, ops)
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
@@ -319,7 +327,7 @@ class Builder:
         """What per-operation checkpointing kept beyond the point where the recompute stops."""
         tape = self.unit[LAYER].tape
         return tuple(t for i in sorted(self.cached) if i >= tape.recompute_until for node in (tape.nodes[i],)
-                     for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *node.extra))
+                     for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *(node.extra if node.kind != "matmul" else ())))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear."""
@@ -337,11 +345,15 @@ class Builder:
 
     def forward_slot(self, micro: str) -> Seq:
         """Forward of one micro-batch through this stage."""
-        return self._slot("forward", self.strategy.like(micro))
+        return self._slot("forward", self._class(micro))
 
     def backward_slot(self, micro: str) -> Seq:
         """Its backward."""
-        return self._slot("backward", self.strategy.like(micro))
+        return self._slot("backward", self._class(micro))
+
+    def _class(self, micro: str) -> str:
+        """The class of micro-batch that this one behaves like, for the strategy and for the schedule's loop."""
+        return micro if self.links.keeps_last_output else self.strategy.like(micro)
 
     def _slot(self, phase: str, micro: str) -> Seq:
         key = (phase, micro)
@@ -364,7 +376,7 @@ class Builder:
             parts.append(Block("stage", "forward", tuple(enter)))
         parts.append(compress(self.forward_layers(micro)))
         if stage.last:
-            parts.append(self.forward_edge(HEAD, micro, [], leave))
+            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=links.keeps_until_next and micro not in (FIRST, ONLY)))
         else:
             parts.append(Block("stage", "forward", tuple(leave)))
         return seq(*parts)
@@ -378,19 +390,26 @@ class Builder:
             loss = Tensor("grad:loss", "temporaries", head.exit.nbytes)
             start = [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro)]
             parts.append(self.backward_edge(HEAD, micro, start, []))
-            done = (Tensor("loss", "activations", head.exit.nbytes), *(batch_tensors(self.run) if whole else ()),
-                    *(Tensor(v.name, "activations", v.own_bytes) for v in head.kept))
+            done = (Tensor("loss", "activations", head.exit.nbytes), *(batch_tensors(self.run) if whole else ()))
             ending.append(Op("loss.release", "host", kernels=0, frees=done))
         else:
             parts.append(Block("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
         parts.append(compress(self.backward_layers(micro)))
-        ending += [*links.after_backward(), *s.backward_end(micro)]
+        ending += [*links.after_backward(micro, self.kept_output()), *s.backward_end(micro)]
         parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else Block("stage", "backward", tuple(ending)))
         return seq(*parts)
 
+    def kept_output(self) -> tuple[Tensor, ...]:
+        """What PyTorch's pipeline holds of a micro-batch from its forward to its backward: the stage's output, the last one's logits."""
+        if not self.links.torch:
+            return ()
+        if self.stage.last:
+            return tuple(Tensor(v.name, "activations", v.own_bytes) for v in self.unit[HEAD].kept)
+        return (Tensor("hidden", "activations", self.links.message),)
+
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
-        key = ("both", self.strategy.like(micro))
+        key = ("both", self._class(micro))
         if key not in self.slots:
             self.slots[key] = seq(self.forward_slot(micro), self.backward_slot(micro))
         return self.slots[key]
@@ -399,10 +418,10 @@ class Builder:
         """What happens before the first micro-batch."""
         return self.block(("begin", first), "zero_grad", "optimizer", self.strategy.begin_step(first))
 
-    def update(self, role: str, first: bool) -> Seq:
+    def update(self, role: str, first: bool, *, clips: bool = True) -> Seq:
         """Clipping, the optimizer step and what is sent after it."""
         s = self.strategy
-        clip = s.clip(role) if self.run.recipe.clip_norm else []
+        clip = s.clip(s.update(role)) if self.run.recipe.clip_norm and clips else []
         step = self.block(("update", role, first), "update", "optimizer", [*clip, *s.step(role, first)])
         sends = [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
         return seq(step, *sends)

@@ -698,7 +698,8 @@ def _fused_loss(w: Walk, y: Value) -> Value:
     e = w.e
     source = w.cast(y, n.act)
     loss = w.tape.value("loss", 1, "fp32")
-    kept: tuple[Tensor, ...] = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", "activations" if n.autocast else "gradients", weight.numel * e))
+    stolen = "activations" if n.autocast else "gradients"
+    kept: tuple[Tensor, ...] = (Tensor("loss.grad_hidden", "activations", source.nbytes), Tensor("loss.grad_weight", stolen, weight.numel * e))
     moved = float(e * (w.tokens * m.hidden * 2 + chunks * weight.numel * 3 + 6 * w.tokens * m.vocab))
     low = weight.numel * e if n.autocast else 0
     backs = [Back("release", "memory", kernels=0, release=True), Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]

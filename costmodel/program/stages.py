@@ -100,7 +100,8 @@ def _before(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
 
 def _after(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
     """Reduce what waits for the last micro-batch, sum a tied embedding's gradient, update."""
-    parts: list[Part] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=_inputs(run, mine)),))]
+    parts: list[Part] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=(
+        *_inputs(run, mine), *(t for b in mine.values() for t in b.links.at_end(b.kept_output())))),))]
     for b in mine.values():
         parts.append(Block("stage", "backward", tuple(b.strategy.after_micro_batches())))
     ends = _ends(run, mine)
@@ -111,11 +112,22 @@ def _after(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
         nbytes = table * DTYPE_BYTES[dtype]
         parts.append(Block("stage", "backward", (Op("embedding.all_reduce", "collective", dtype=dtype, comm=Comm(
             EMBEDDING_AXIS, "all-reduce", nbytes, nbytes, nbytes, dtype, 2)),)))
-    updates = [b.update(b.strategy.roles()[0][0], first) for b in mine.values()]
-    if run.recipe.clip_norm:
-        total = Comm("pp", "all-reduce", 4, 4, 4, "fp32", run.plan.pp)
-        parts.append(Block("update", "optimizer", (Op("clip.all_reduce", "collective", dtype="fp32", comm=total),)))
-    return seq(*parts, seq(*updates))
+    updates = [b.update(b.strategy.roles()[0][0], first, clips=False) for b in mine.values()]
+    clip = [Block("update", "optimizer", tuple(_clip(run, list(mine.values()))))] if run.recipe.clip_norm else []
+    return seq(*parts, seq(*clip, *updates))
+
+
+def _clip(run: Run, builders: list[Builder]) -> list[Op]:
+    """Gradients of all stages of a rank are clipped together, by a norm that is summed over the pipeline in their dtype."""
+    strategies = [b.strategy for b in builders]
+    updates = [s.update(s.roles()[0][0]) for s in strategies]
+    whole = updates[0]._replace(numel=sum(u.numel for u in updates), tensors=sum(u.tensors for u in updates))
+    ops = strategies[0].clip(whole)
+    for s in strategies[1:]:
+        ops[1:1] = s.norm_sums() if s.tensor_alone else []
+    each = DTYPE_BYTES[whole.grad]
+    total = Comm("pp", "all-reduce", each, each, each, whole.grad, run.plan.pp)
+    return [*ops[:-1], Op("clip.all_reduce", "collective", dtype=whole.grad, comm=total), *ops[-1:]]
 
 
 __all__ = ["PipelineRank", "Stage", "build_pipeline", "micro_class"]

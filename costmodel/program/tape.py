@@ -151,7 +151,7 @@ class Tape:
 
         `until` stops before that node: a checkpoint's recompute ends where the last saved tensor exists. `drop` is an input
         that nobody needs after this unit: it is freed with its last use. `cached` are nodes whose results a selective checkpoint
-        keeps from forward (without `save`) and does not compute again (with it).
+        keeps from forward (without `save`) and does not compute again (with it); of a matmul the result alone, not autocast's weight.
         """
         nodes = self.nodes if until is None else self.nodes[:until]
         dying: dict[int, list[Value]] = {}
@@ -165,9 +165,11 @@ class Tape:
         ops: list[Op] = []
         for index, node in enumerate(nodes):
             frees = [self._tensor(v, keep, save, cached) for v in dying.get(index, ()) if v.own_bytes]
+            matmul = node.kind == "matmul"
             if save and index in cached:
-                if frees:
-                    ops.append(Op(node.name, "host", kernels=0, frees=tuple(frees)))
+                made = node.extra if matmul else ()
+                if frees or made:
+                    ops.append(Op(node.name, "host", kernels=0, allocs=made, frees=tuple(frees)))
                 continue
             if node.inner:
                 ops += node.inner.tape.forward((node.inner.exit,), save=False)
@@ -175,7 +177,7 @@ class Tape:
                     ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *frees))
                 continue
             allocs = [self._tensor(v, keep, save, cached) for v in node.outputs if v.own_bytes]
-            if save or index in cached:
+            if save or (index in cached and not matmul):
                 allocs += node.extra
             elif node.extra:
                 passing = [t._replace(category="temporaries") for t in node.extra]

@@ -164,9 +164,8 @@ class Strategy:
         made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
         return (made,), [Op(f"{ready.param.name}.accumulate_grad", "memory", nbytes=3.0 * ready.nbytes, dtype=ready.dtype, frees=(made,))]
 
-    def clip(self, role: str) -> list[Op]:
+    def clip(self, u: Update) -> list[Op]:
         """Gradient clipping on this rank."""
-        u = self.update(role)
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.tensor_alone:
             e = element_bytes(u.grad)

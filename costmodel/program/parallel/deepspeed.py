@@ -102,8 +102,8 @@ class DeepSpeedZero(Strategy):
     def backward_end(self, micro: str) -> list[Op]:
         return [Op("deepspeed.wait", "wait", kernels=0, event="grads")] if self.syncs(micro) and self.n > 1 else []
 
-    def clip(self, role: str) -> list[Op]:
-        ops = clip_ops(self.shard, 2, self.grad)
+    def clip(self, u: Update) -> list[Op]:
+        ops = clip_ops(u.numel, u.tensors, self.grad)
         if self.n > 1:
             ops.insert(1, collective(self.axis, "all-reduce", self.n, 4, "fp32", name="clip.all_reduce"))
         return ops

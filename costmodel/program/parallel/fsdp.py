@@ -228,7 +228,8 @@ class FSDP(Strategy):
         first = micro in (ONLY, "first")
         whole = self.groups[group].numel
         free_params: tuple[Tensor, ...] = (self._params(group),)
-        accumulated = Tensor(f"accumulated_grads({group})", "communication", nbytes(whole, p.reduce))
+        extra = self.inventory.whole_lookups if group == ROOT else 0
+        accumulated = Tensor(f"accumulated_grads({group})", "communication", nbytes(whole + extra, p.reduce))
         grads = self._unsharded_grads(group)
         if not reduces:
             if self.pipelined:
@@ -237,7 +238,7 @@ class FSDP(Strategy):
             if first:
                 return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, allocs=(accumulated,), frees=grads + free_params)]
             return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved + nbytes(whole, p.reduce), dtype=p.reduce, frees=grads + free_params)]
-        ops: list[Op] = []
+        ops: list[Op] = self._late_norm_sums(group) if finishing else []
         source = grads
         in_dtype = self.numbers.param
         if finishing:
@@ -278,6 +279,18 @@ class FSDP(Strategy):
             ops.append(Op("fsdp.release_all_reduced", "host", kernels=0, frees=(rs_out._replace(nbytes=held),)))
         return ops
 
+    def _late_norm_sums(self, group: str) -> list[Op]:
+        """Under a pipeline norm gradients stay partial sums over tp until they are reduced, in the reduce dtype."""
+        if not self.late_norms:
+            return []
+        dtype = self.precision.reduce
+        params = [q for q in self.groups[group].params if "norm" in q.name and (self.plan.sequence_parallel or ".q_norm" in q.name or ".k_norm" in q.name)]
+        return [collective("tp", "all-reduce", self.plan.tp, nbytes(q.numel, dtype), dtype, name="norm_gradient.all_reduce") for q in params]
+
+    @property
+    def late_norms(self) -> bool:
+        return self.pipelined and self.plan.tp > 1
+
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER:
             return []
@@ -309,9 +322,8 @@ class FSDP(Strategy):
             ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
         return ops
 
-    def clip(self, role: str) -> list[Op]:
+    def clip(self, u: Update) -> list[Op]:
         """Norms of the local shards, and one all-reduce of all of them over each mesh axis (a partial DTensor: an element a parameter)."""
-        u = self.update(role)
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.n > 1:
             ops.insert(1, collective(self.axis, "all-reduce", self.n, element_bytes(u.grad) * u.tensors, u.grad, name="clip.all_reduce"))

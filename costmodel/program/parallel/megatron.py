@@ -102,8 +102,8 @@ class MegatronDP(Strategy):
             return [Op("megatron.wait", "wait", kernels=0, event="grads")]
         return [self._reduce(size, "") for size in self.buckets.sizes]
 
-    def clip(self, role: str) -> list[Op]:
-        ops = clip_ops(self.local, self.inventory.tensors, self.update(role).grad)
+    def clip(self, u: Update) -> list[Op]:
+        ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.shards > 1:
             ops.insert(1, collective(self.axis, "all-reduce", self.shards, 4, "fp32", name="clip.all_reduce"))
         return ops

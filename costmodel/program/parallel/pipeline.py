@@ -16,6 +16,7 @@ from costmodel.program.schedule import PREDICTED
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 
 AXIS = "pp"
+ONLY, FIRST, LAST = "only", "first", "last"
 EMBEDDING_AXIS = "embedding"
 
 
@@ -74,15 +75,40 @@ def refusals(run: Run) -> Iterator[PlanError]:
 class Links:
     """The messages of one stage: what is received and sent around a forward and a backward, and what that keeps."""
 
-    __slots__ = ("stage", "message", "dtype", "torch", "micro_batches", "group")
+    __slots__ = ("stage", "message", "dtype", "torch", "micro_batches", "group", "schedule")
 
     def __init__(self, run: Run, stage: Stage, rows: int, dtype: str) -> None:
         self.stage = stage
         self.dtype = dtype
         self.message = rows * run.model.hidden * DTYPE_BYTES[dtype]
-        self.torch = run.plan.framework == "pytorch"
+        self.torch = run.plan.framework == "pytorch" and run.plan.pp > 1
         self.micro_batches = run.micro_batches
         self.group = run.plan.pp
+        self.schedule = run.plan.schedule
+
+    @property
+    def keeps_last_output(self) -> bool:
+        """The schedule's loop still names the output of the last forward when its backward is done (Schedule1F1B, ScheduleGPipe)."""
+        return self.torch and self.schedule in ("1f1b", "gpipe")
+
+    @property
+    def keeps_until_next(self) -> bool:
+        """On 1F1B's last rank every backward follows its own forward, so each output lives until the next forward returns."""
+        return self.keeps_last_output and self.schedule == "1f1b" and self.stage.last
+
+    @property
+    def keeps_sent_gradient(self) -> bool:
+        """1F1B's loop names the gradient that was sent until the next one is (schedules.py, `bwd_sends`)."""
+        return self.torch and self.schedule == "1f1b" and not self.stage.first
+
+    def drops_output(self, micro: str) -> bool:
+        """Whether the output of a micro-batch goes with its backward."""
+        return not self.keeps_until_next and not (self.keeps_last_output and micro in (LAST, ONLY))
+
+    def at_end(self, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What the schedule's loop lets go of when it returns."""
+        gradient = (Tensor("grad:hidden", "temporaries", self.message),) if self.keeps_sent_gradient else ()
+        return (*(output if self.keeps_last_output else ()), *gradient)
 
     @property
     def borrows_input(self) -> bool:
@@ -122,11 +148,12 @@ class Links:
         fresh = () if self.torch else (Tensor("grad:hidden", "temporaries", self.message),)
         return [self._op("receive gradient", "recv", fresh)]
 
-    def after_backward(self) -> list[Op]:
-        """The gradient of the input is sent and freed; PyTorch lets go of the stage's output only now."""
+    def after_backward(self, micro: str, output: tuple[Tensor, ...]) -> list[Op]:
+        """PyTorch lets go of the stage's output only now; the gradient of the input is sent and freed."""
         ops: list[Op] = []
-        if self.borrows_gradient:
-            ops.append(Op("drop output", "host", kernels=0, frees=(Tensor("hidden", "activations", self.message),)))
+        if output and self.drops_output(micro):
+            ops.append(Op("drop output", "host", kernels=0, frees=output))
         if not self.stage.first:
-            ops.append(self._op("send gradient", "send", frees=(Tensor("grad:hidden", "temporaries", self.message),)))
+            late = self.keeps_sent_gradient and micro in (FIRST, ONLY)
+            ops.append(self._op("send gradient", "send", frees=() if late else (Tensor("grad:hidden", "temporaries", self.message),)))
         return ops

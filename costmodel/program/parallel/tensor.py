@@ -45,7 +45,7 @@ def local_param(p: Param, t: int, framework: str) -> Param:
 class TensorParallel:
     """What one rank of a tp group computes and sends; with tp = 1 it does nothing."""
 
-    __slots__ = ("t", "sp", "megatron", "fsdp", "loss_parallel")
+    __slots__ = ("t", "sp", "megatron", "fsdp", "pipelined", "loss_parallel")
 
     def __init__(self, run: Run) -> None:
         p = run.plan
@@ -53,6 +53,7 @@ class TensorParallel:
         self.sp = p.sequence_parallel and p.tp > 1
         self.megatron = p.framework == "megatron"
         self.fsdp = p.zero == 3
+        self.pipelined = p.pp > 1
         self.loss_parallel = p.tp > 1 and (p.loss_parallel or self.megatron)
 
     @staticmethod
@@ -108,6 +109,8 @@ class TensorParallel:
             back = Back("all_gather", "collective", 0, comm=self.comm("all-gather", y.nbytes, y.dtype), dtype=y.dtype, temp_bytes=copy)
             w.tape.record(f"{name}.reduce_scatter", "collective", (y,), (out,), comm=self.comm("reduce-scatter", y.nbytes, y.dtype),
                           temp_bytes=copy, dtype=y.dtype, backs=(back,))
+            if not self.megatron:
+                w.cached.append(len(w.tape.nodes) - 1)
             return out
         out = w.tape.value(f"{name}.reduced", y.numel, y.dtype)
         w.tape.record(f"{name}.all_reduce", "collective", (y,), (out,), comm=self.comm("all-reduce", y.nbytes, y.dtype), dtype=y.dtype,
@@ -118,8 +121,8 @@ class TensorParallel:
         """Without a vocabulary-parallel loss, every rank gathers all logits."""
         if self.t == 1 or self.loss_parallel:
             return logits
-        full = w.tape.value("head.gathered", logits.numel * self.t, logits.dtype)
-        w.tape.record("head.all_gather", "collective", (logits,), (full,), comm=self.comm("all-gather", full.nbytes, logits.dtype),
+        full = w.tape.value("logits.gathered", logits.numel * self.t, logits.dtype)
+        w.tape.record("logits.all_gather", "collective", (logits,), (full,), comm=self.comm("all-gather", full.nbytes, logits.dtype),
                       temp_bytes=full.nbytes, dtype=logits.dtype, backs=(Back("slice", "memory", 0, nbytes=2.0 * logits.nbytes, dtype=logits.dtype),))
         return full
 
@@ -130,8 +133,8 @@ class TensorParallel:
 
     @property
     def sums_norms_late(self) -> bool:
-        """Without FSDP, DTensor leaves a norm's gradient a partial sum until clipping and the optimizer ask for it."""
-        return self.t > 1 and not self.megatron and not self.fsdp
+        """Without FSDP, or under a pipeline, DTensor leaves a norm's gradient a partial sum until somebody asks for it."""
+        return self.t > 1 and not self.megatron and not (self.fsdp and not self.pipelined)
 
     def loss_sums(self, w: "Walk", tokens: int, name: str) -> None:
         """The small all-reduces of a vocabulary-parallel cross-entropy: the largest logit, the sum of exponentials, the target's."""

@@ -63,7 +63,7 @@ class Zero1(DDP):
         numel, tensors, largest = self.parts[role]
         return super().update(role)._replace(numel=numel, tensors=tensors, largest=largest)
 
-    def clip(self, role: str) -> list[Op]:
+    def clip(self, u: Update) -> list[Op]:
         inv = self.inventory
         return clip_ops(inv.numel, inv.tensors, self.precision.gradient)
 
@@ -169,8 +169,7 @@ class Zero2(Strategy):
         fresh = micro in (ONLY, "first") or not self.plan.sync_each_micro_batch
         return self._land(self.buckets.sizes[-1], fresh)
 
-    def clip(self, role: str) -> list[Op]:
-        u = self.update(role)
+    def clip(self, u: Update) -> list[Op]:
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.group > 1:
             ops.insert(1, collective(self.axis, "all-reduce", self.group, element_bytes(u.grad), u.grad, name="clip.all_reduce"))
