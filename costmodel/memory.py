@@ -1,6 +1,8 @@
 """The memory reading of a program: what is live, when it is most, and what that is made of."""
 
 from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple
 
 from costmodel.program.ir import Block, Part, RankProgram, Tensor, fold
 from costmodel.report import CATEGORIES, Peak
@@ -12,8 +14,7 @@ ACTIVATIONS = INDEX["activations"]
 WIDTH = len(CATEGORIES)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """Memory of a piece of program, relative to its start; a monoid under `join`."""
 
     net: tuple[int, ...]
@@ -68,12 +69,12 @@ def join(a: Reading, b: Reading) -> Reading:
     later = a.total + b.peak
     if later > a.peak:
         peak, moment = later, b.moment
-        at_peak = tuple([x + y for x, y in zip(a.net, b.at_peak, strict=True)])
+        at_peak = tuple(map(add, a.net, b.at_peak))
     else:
         peak, moment, at_peak = a.peak, a.moment, a.at_peak
-    return Reading(tuple([x + y for x, y in zip(a.net, b.net, strict=True)]), a.total + b.total, peak, at_peak, moment,
-                   max(a.activations, a.net[ACTIVATIONS] + b.activations), tuple([x + y for x, y in zip(a.pools, b.pools, strict=True)]),
-                   tuple([max(p, x + q) for p, x, q in zip(a.pool_peaks, a.pools, b.pool_peaks, strict=True)]))
+    top, here = a.activations, a.net[ACTIVATIONS] + b.activations
+    return Reading(tuple(map(add, a.net, b.net)), a.total + b.total, peak, at_peak, moment, top if top > here else here,
+                   tuple(map(add, a.pools, b.pools)), tuple(map(max, a.pool_peaks, map(add, a.pools, b.pool_peaks))))
 
 
 def repeat(a: Reading, n: int) -> Reading:
@@ -130,12 +131,12 @@ def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Readi
     return join(passes, read(last, memo)), passes, update
 
 
-def memory_of(program: RankProgram) -> MemoryReading:
+def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> MemoryReading:
     """Peaks of init, the first step, a steady step and its optimizer step.
 
-    The first step begins with what exists at start; a steady step with what the first left (gradients, optimizer state).
+    `memo` carries readings from one rank of a run to the next. The first step begins with what exists at start; a steady step with what the first left (gradients, optimizer state).
     """
-    memo: dict[int, Reading] = {}
+    memo = {} if memo is None else memo
     init = of_tensors(program.persistent)
     first, _, _ = _phases(init, program.first_step, memo)
     steady, passes, update = _phases(first, program.step, memo)

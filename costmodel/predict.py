@@ -32,7 +32,8 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
-    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role)), time,
+    memo: dict[int, reading.Reading] = {}
+    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time,
                         _collectives(count, prices)) for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)

@@ -5,8 +5,8 @@ import math
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
 from costmodel.program.ir import Block, Part, block_counts
-from costmodel.program.schedule import BACKWARD, FORWARD, linear_order, pace
-from costmodel.program.stages import PipelineRank, micro_class
+from costmodel.program.schedule import BACKWARD, FORWARD, Slot, linear_order, micro_class, pace
+from costmodel.program.stages import PipelineRank
 from costmodel.report import TimeReport
 from costmodel.simulate import Clocks, Scan, step_time
 from costmodel.spec import Run
@@ -92,7 +92,7 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan) ->
     stages = p.pp * p.virtual_stages
     durations: dict[str, list[float]] = {}
     for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [priced(ranks[s % p.pp].slot(kind, s, name)).seconds for s in range(stages) for kind in (FORWARD, BACKWARD)]
+        durations[name] = [priced(ranks[s % p.pp].part(Slot(kind, s, name))).seconds for s in range(stages) for kind in (FORWARD, BACKWARD)]
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
@@ -106,11 +106,7 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan) ->
         comm: Parts = {}
         exposed: Parts = {}
         host = worked = 0.0
-        tally: dict[tuple[str, int, str], int] = {}
-        for kind, stage, i in rank.order:
-            key = kind, stage, micro_class(i, m)
-            tally[key] = tally.get(key, 0) + 1
-        for slot, n in [*((priced(rank.slot(*key)), n) for key, n in tally.items()), (before, 1), (after, 1)]:
+        for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
             worked += n * slot.seconds
             host += n * slot.host
             for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):

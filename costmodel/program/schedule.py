@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from costmodel.program.ir import periods
+
 FORWARD, BACKWARD = "F", "B"
 PREDICTED = ("naive", "gpipe", "1f1b", "interleaved")
 
@@ -69,6 +71,38 @@ def _interleaved(p: int, v: int, m: int, rank: int) -> tuple[Action, ...]:
         if step >= warm:
             run(BACKWARD, v - 1 - (step - warm) // per_round % v, done_b)
     return tuple(out)
+
+
+class Slot(NamedTuple):
+    """A forward or backward of one class of micro-batch (only, first, middle, last) on a stage."""
+
+    kind: str
+    stage: int
+    micro: str
+
+
+def micro_class(index: int, count: int) -> str:
+    """The class of a micro-batch by its place among `count`."""
+    if count == 1:
+        return "only"
+    return "first" if index == 0 else "last" if index == count - 1 else "middle"
+
+
+@lru_cache(maxsize=256)
+def slot_pattern(schedule: str, p: int, v: int, m: int, rank: int) -> tuple[tuple[tuple[Slot, ...], int], ...]:
+    """The slots of a rank in order, as stretches that repeat: (slots, how often)."""
+    slots = [Slot(kind, stage, micro_class(i, m)) for kind, stage, i in rank_order(schedule, p, v, m, rank)]
+    return tuple((tuple(slots[start:start + length]), count) for start, length, count in periods(slots, 4 * p * v))
+
+
+@lru_cache(maxsize=256)
+def slot_counts(schedule: str, p: int, v: int, m: int, rank: int) -> tuple[tuple[Slot, int], ...]:
+    """How often a rank runs each slot."""
+    counts: dict[Slot, int] = {}
+    for slots, times in slot_pattern(schedule, p, v, m, rank):
+        for slot in slots:
+            counts[slot] = counts.get(slot, 0) + times
+    return tuple(counts.items())
 
 
 class Step(NamedTuple):

@@ -2,38 +2,32 @@
 
 from dataclasses import dataclass
 
-from costmodel.program.build import Builder, Program, compress, refuse, strategy_of
+from costmodel.program.build import Builder, Program, refuse, strategy_of
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import Block, Comm, Op, Part, RankProgram, Seq, Tensor, seq
 from costmodel.program.layers import batch_tensors, constant_tensors, numbers_of
-from costmodel.program.parallel.base import FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY
+from costmodel.program.parallel.base import HEAD, LAYER
 from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, stages_of
-from costmodel.program.schedule import FORWARD, Action, rank_order
+from costmodel.program.schedule import FORWARD, Slot, slot_counts, slot_pattern
 from costmodel.spec import DTYPE_BYTES, Run
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRank:
-    """One pipeline rank: its order of actions, its stages, and what surrounds the micro-batches."""
+    """One pipeline rank: its slots, its stages, and what surrounds the micro-batches."""
 
-    order: tuple[Action, ...]
+    counts: tuple[tuple[Slot, int], ...]
+    """How often it runs each slot."""
     builders: dict[int, Builder]
     """By stage."""
     before: Seq
     after: Seq
     """A steady step: what happens when the last micro-batch is done (gradients reduced, parameters updated)."""
 
-    def slot(self, kind: str, stage: int, micro: str) -> Seq:
-        """Forward or backward of one class of micro-batch on a stage."""
-        builder = self.builders[stage]
-        return builder.forward_slot(micro) if kind == FORWARD else builder.backward_slot(micro)
-
-
-def micro_class(index: int, count: int) -> str:
-    """The class of a micro-batch by its place among `count`."""
-    if count == 1:
-        return ONLY
-    return FIRST if index == 0 else LAST if index == count - 1 else MIDDLE
+    def part(self, slot: Slot) -> Seq:
+        """The program of a slot."""
+        builder = self.builders[slot.stage]
+        return builder.forward_slot(slot.micro) if slot.kind == FORWARD else builder.backward_slot(slot.micro)
 
 
 def build_pipeline(run: Run) -> Program:
@@ -57,9 +51,9 @@ def build_pipeline(run: Run) -> Program:
     ranks, roles = [], []
     for r in range(p.pp):
         mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
-        order = rank_order(p.schedule, p.pp, p.virtual_stages, m, r)
-        rank = PipelineRank(order, mine, _before(run, mine, False), _after(run, mine, False))
-        middle = compress([(rank.slot(kind, stage, micro_class(i, m)), 1) for kind, stage, i in order])
+        order = p.schedule, p.pp, p.virtual_stages, m, r
+        rank = PipelineRank(slot_counts(*order), mine, _before(run, mine, False), _after(run, mine, False))
+        middle = Seq(tuple((Seq(tuple((rank.part(slot), 1) for slot in slots)), count) for slots, count in slot_pattern(*order)))
         role = f"pipeline rank {r}"
         step = seq(rank.before, middle, rank.after)
         first_step = seq(_before(run, mine, True), middle, _after(run, mine, True))
@@ -130,4 +124,4 @@ def _clip(run: Run, builders: list[Builder]) -> list[Op]:
     return [*ops[:-1], Op("clip.all_reduce", "collective", dtype=whole.grad, comm=total), *ops[-1:]]
 
 
-__all__ = ["PipelineRank", "Stage", "build_pipeline", "micro_class"]
+__all__ = ["PipelineRank", "Stage", "build_pipeline"]

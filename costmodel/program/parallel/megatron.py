@@ -61,10 +61,11 @@ class MegatronDP(Strategy):
         return []
 
     def like(self, micro: str) -> str:
-        return LAST if micro == MIDDLE and self.syncs(micro) else micro
+        """Every micro-batch adds into the buffer; the last also sends."""
+        return micro if self.syncs(micro) else MIDDLE
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return (micro, variant)
+        return (self.syncs(micro), variant)
 
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) and self.n > 1
