@@ -71,7 +71,8 @@ def test_twice_the_ranks_at_the_same_micro_batch_send_at_least_twice_as_much(giv
 @settings(max_examples=60)
 @given(runs(), st.sampled_from([0.1, 0.5]))
 def test_a_slower_network_never_speeds_a_step_up(run: Run, slower: float) -> None:
-    profile = load_profile(run)
+    """Without contention: a transfer that starts later may overlap less compute, which is a gain of nanoseconds."""
+    profile = load_profile(run).replace({"overlap.contention": 0.0})
     links = [k for k in profile.constants if k.startswith("link.") and k.rpartition(".")[2] in ("share", "nvls_share")]
     fast, slow = (predict(run, profile.replace({k: profile.value(k) * f for k in links}), scaling=False).step_s or 0.0 for f in (1.0, slower))
     assert slow >= fast * (1 - 1e-9)

@@ -59,7 +59,6 @@ def test_a_large_model_waits_for_no_more_communication_than_there_is(name: str) 
         assert 0 <= exposed <= t.communication_s[axis] * 1.01, axis
 
 
-@pytest.mark.xfail(strict=True, reason="a wait for a collective that the host has not issued yet is booked as exposed communication")
 def test_a_host_that_is_late_is_not_called_communication() -> None:
     """A small model on two GPUs: compute waits for a broadcast that the host has not issued yet; that wait is the host's."""
     t = time_of(step(LLAMA, 2, gpu="h100", plan={"zero": 1}))

@@ -37,7 +37,7 @@ def arrival_order(params: tuple[Param, ...], model: Model, *, autocast: bool = F
         groups.setdefault(p.name.rsplit(".", 1)[0], []).append(p)
     modules = list(reversed(list(groups)))
     if model.parallel_residual:
-        modules.sort(key=lambda name: name.endswith("_norm") and "." not in name)
+        modules.sort(key=lambda name: name in ("attention_norm", "mlp_norm", "final_norm"))
     elif model.norm_placement == "post":
         modules.sort(key=lambda name: (not name.startswith("mlp"), "." in name))
     return [p for name in modules for p in (reversed(groups[name]) if len(groups[name][0].shape) > 1 and not autocast else groups[name])]
