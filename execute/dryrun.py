@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from costmodel.report import MemoryReport, Peak, RoleReport, StepReport
 from costmodel.spec import Run
@@ -100,7 +101,7 @@ def build(run: Run, device: str, tracker: StorageTracker | None = None) -> Trans
         return Stages(run, context) if run.plan.pp > 1 else Transformer(context)
 
 
-def _region(tracker: StorageTracker, model: Transformer, name: str) -> AbstractContextManager[None]:
+def _region(tracker: StorageTracker, model: nn.Module, name: str) -> AbstractContextManager[None]:
     """A strategy's communication hook; the gradients that ZeRO-2 is about to flatten and free were gradients."""
     if name == "zero2.flatten":
         tracker.label([p.grad for p in model.parameters()], "gradients")

@@ -13,7 +13,7 @@ from costmodel.spec import Run
 from execute import compat
 from execute.dryrun import build
 from execute.dtypes import DTYPES, word
-from execute.model import Layer, Tables
+from execute.model import Layer, Tables, Transformer
 
 
 class Saved(NamedTuple):
@@ -40,6 +40,7 @@ def saved_bytes_by_op(run: Run) -> list[Saved]:
     stream = precision.parameter if precision.autocast else precision.compute
     parameter = DTYPES[precision.parameter if precision.autocast or run.plan.zero != 3 else precision.compute]
     model = build(one, "meta", None)
+    assert isinstance(model, Transformer)
     with compat.FakeTensorMode():
         compat.materialise(model, lambda t: torch.empty(t.shape, dtype=parameter if t.dtype == DTYPES[precision.parameter] else t.dtype))
         layer = next(iter(model.layers))

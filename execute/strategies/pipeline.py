@@ -45,13 +45,17 @@ class Stages(nn.ModuleDict):
         super().__init__({f"stage{s}": Transformer(context, parts[s]) for s in self.numbers})
 
     @property
+    def stages(self) -> list[Transformer]:
+        return [stage for stage in self.values() if isinstance(stage, Transformer)]
+
+    @property
     def ends(self) -> tuple[bool, bool]:
         """Whether the first and the last stage of the pipeline are here."""
-        parts = [stage.part for stage in self.values()]
+        parts = [stage.part for stage in self.stages]
         return any(p.first for p in parts), any(p.last for p in parts)
 
     def init_weights(self) -> None:
-        for stage in self.values():
+        for stage in self.stages:
             stage.init_weights()
 
 
@@ -72,7 +76,7 @@ def shard(run: Run, model: nn.Module) -> None:
     """What shards each stage, on one mesh of all axes."""
     assert isinstance(model, Stages)
     model.mesh = mesh_of(run)
-    for stage in model.values():
+    for stage in model.stages:
         if run.plan.tp > 1:
             tensor.shard(run, stage, model.mesh)
         elif run.plan.zero == 3:
@@ -83,7 +87,7 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
     """The stages under their schedule, with an optimizer each."""
     assert isinstance(model, Stages)
     groups = groups_of(model.mesh)
-    stages = [_stage(run, number, module, groups, dry=dry, region=region) for number, module in zip(model.numbers, model.values(), strict=True)]
+    stages = [_stage(run, number, module, groups, dry=dry, region=region) for number, module in zip(model.numbers, model.stages, strict=True)]
     loss = Loss(run)
     schedule = _schedule(run, stages, loss)
     if dry:
@@ -102,7 +106,7 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
         marks.backward_ended()
         return losses[-1].detach() if losses else None
 
-    optimizer = Several(*(make_optimizer(run.recipe.optimizer, stage.parameters()) for stage in model.values()))
+    optimizer = Several(*(make_optimizer(run.recipe.optimizer, stage.parameters()) for stage in model.stages))
     return Prepared(model, optimizer, micro_batches=micro_batches, clip=lambda norm: clip(model, norm, groups["pp"]), axes=groups)
 
 

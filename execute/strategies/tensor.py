@@ -11,10 +11,9 @@ torchtitan, distributed/tensor_parallel.py, NoParallel.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -79,11 +78,11 @@ class Replicated(ParallelStyle):
         return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, self.layout, run_check=False), *rest)
 
     @staticmethod
-    def _leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+    def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, partial(self._enter), partial(self._leave))
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)
 
 
 def parallelize(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zlib
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def seen(run: Any) -> dict[str, Any]:
 
 
 def losses(run: Any) -> list[float]:
-    """Three steps on the same data in every strategy; the mean over ranks."""
+    """Three steps on the same data in every strategy; the mean over the ranks that know it."""
     from contextlib import nullcontext
 
     from execute import compat
@@ -34,23 +35,33 @@ def losses(run: Any) -> list[float]:
     compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype))
     fill(model)
     prepared = chosen.prepare(run, model, dry=False, region=lambda name: nullcontext())
-    torch.manual_seed(100 + dist.get_rank())
-    batch = random_batch(run)
+    torch.manual_seed(100 + (dist.get_rank() if run.plan.dp > 1 else 0))
+    batch: Any = random_batch(run)
+    if run.plan.pp > 1:
+        batch = tuple(t.repeat(run.micro_batches, 1) if here else None for t, here in zip(batch, model.ends, strict=True))
     for _ in range(3):
-        loss = train_step(run, prepared, lambda: batch).clone()
-        dist.all_reduce(loss)
-        values.append(loss.item() / dist.get_world_size())
+        loss = train_step(run, prepared, lambda: batch)
+        known = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0])
+        dist.all_reduce(known)
+        values.append((known[0] / known[1]).item())
     return values
 
 
 def fill(model: torch.nn.Module) -> None:
-    """The same values whatever the sharding: each parameter from its own seed, then cut."""
+    """The same values whatever the sharding: each parameter from a seed of its name in the whole model, then cut."""
     from torch.distributed.tensor import DTensor, distribute_tensor
     model.init_weights()  # type: ignore[operator]
     with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            whole = torch.empty(p.shape).normal_(0, 0.02, generator=torch.Generator().manual_seed(i)) + (p.dim() == 1)
+        for name, p in model.named_parameters():
+            seed = torch.Generator().manual_seed(zlib.crc32(name_in_model(model, name).encode()))
+            whole = torch.empty(p.shape).normal_(0, 0.02, generator=seed) + (p.dim() == 1)
             p.copy_(distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole)
+
+
+def name_in_model(model: torch.nn.Module, name: str) -> str:
+    """The name of a stage's parameter in the model that is not cut into stages of one layer each."""
+    stage, _, inner = name.partition(".")
+    return inner.replace("layers.0.", f"layers.{stage.removeprefix('stage')}.") if stage.startswith("stage") else name
 
 
 def main() -> None:

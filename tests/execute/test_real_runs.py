@@ -33,8 +33,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp views accumulate": {"strategy": "ddp", "gradient_as_bucket_view": True, "recipe": {"grad_accum": 2}},
     "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2", "bucket_mb": 2}, "fsdp": {"strategy": "fsdp"},
     "fsdp full checkpointing": {"strategy": "fsdp", "checkpointing": "full"},
+    "tp": {"strategy": "ddp", "tp": 2}, "tp sp loss": {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True},
+    "pp 1f1b": {"strategy": "ddp", "pp": 2, "recipe": {"grad_accum": 2}},
+    "pp gpipe": {"strategy": "ddp", "pp": 2, "schedule": "gpipe", "recipe": {"grad_accum": 2}},
 }
 LEARNING = ("zero1", "zero2", "fsdp")
+SPLIT = ("tp", "tp sp loss", "pp 1f1b", "pp gpipe")
 CPU_PAIR = {"gpu": "cpu_epyc_2core", "gpus": 2}
 
 
@@ -84,8 +88,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, given in STRATEGIES.items():
         plan = {k: v for k, v in given.items() if k != "recipe"}
         cases[f"seen {name}"] = "seen", {"model": LLAMA, "cluster": CPU_PAIR, "plan": plan, "recipe": {**recipe, **given.get("recipe", {})}}
-        if name in ("ddp", *LEARNING):
+        if name in ("ddp", *LEARNING, *SPLIT):
             cases[f"losses {name}"] = "losses", {"model": LLAMA, "cluster": CPU_PAIR, "plan": plan, "recipe": {**recipe, "grad_accum": 2}}
+    cases["losses single"] = "losses", {"model": LLAMA, "cluster": {**CPU_PAIR, "gpus": 1}, "plan": {"strategy": "single"},
+                                        "recipe": {**recipe, "grad_accum": 2}}
     root, worker = Path(__file__).resolve().parents[2], Path(__file__).with_name("gloo_worker.py")
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     ranks = [subprocess.Popen([sys.executable, str(worker), str(where / "store"), str(r), "2", json.dumps(cases), str(where / "out.json")],
@@ -114,3 +120,9 @@ def test_every_strategy_learns_what_ddp_learns(name: str, pair: dict[str, Any]) 
     losses = pair["losses ddp"]
     assert losses[-1] < losses[0]
     assert pair[f"losses {name}"] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_split_model_learns_what_one_process_learns(name: str, pair: dict[str, Any]) -> None:
+    """Tensor and pipeline parallelism see the data of one rank: the same three steps in one process."""
+    assert pair[f"losses {name}"] == pytest.approx(pair["losses single"], rel=1e-4)

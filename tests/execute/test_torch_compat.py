@@ -1,5 +1,7 @@
 """Every private piece of PyTorch that execute uses exists, and does what it is used for."""
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -52,3 +54,46 @@ def test_a_fake_world_has_any_size_and_leaves_nothing_behind() -> None:
 def test_bucket_assignment_closes_a_bucket_once_its_cap_is_reached() -> None:
     tensors = [torch.empty(n) for n in (10, 10, 10, 10)]
     assert compat.bucket_assignment(tensors, [40, 80], [0, 1, 2, 3]) == [[0], [1, 2], [3]]
+
+
+def test_a_fake_wait_makes_a_copy_that_the_real_one_does_not() -> None:
+    wait, tensor = torch.ops._c10d_functional.wait_tensor.default, torch.ones(2)
+    assert wait(tensor) is tensor or wait(tensor).data_ptr() == tensor.data_ptr()
+    with compat.FakeTensorMode():
+        fake = torch.ones(2)
+        copy = wait(fake)
+        assert compat.storage_key(copy.untyped_storage()) != compat.storage_key(fake.untyped_storage())
+        assert compat.waits_for_fake(wait, (fake,))
+    assert not compat.waits_for_fake(wait, (tensor,))
+
+
+def test_worlds_of_one_process_do_not_share_dtensor_s_decisions() -> None:
+    """Two ranks of one mesh, one after the other: each reduces over its own group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    used: list[str] = []
+    for rank in (0, 2):
+        with compat.fake_world(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+            with seen_groups(used):
+                norm = torch.linalg.vector_norm(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+                torch.linalg.vector_norm(torch.stack([norm, norm]))
+            assert used[-1] == mesh.get_group().group_name
+
+
+def seen_groups(used: list[str]) -> Any:
+    class Groups(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(t, compat.DTensor) for t in types):
+                return NotImplemented
+            if func is torch.ops._c10d_functional.all_reduce.default:
+                used.append(args[2])
+            return func(*args, **(kwargs or {}))
+    return Groups()
+
+
+def test_a_pipeline_stage_has_the_hooks_that_are_wrapped() -> None:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    assert all(name in PipelineStage.__dict__ for name in ("_prepare_forward_infra", "_prepare_backward_infra"))
+    assert "_warmup_p2p" in _PipelineSchedule.__dict__
