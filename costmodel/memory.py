@@ -134,7 +134,8 @@ def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Readi
 def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> MemoryReading:
     """Peaks of init, the first step, a steady step and its optimizer step.
 
-    `memo` carries readings from one rank of a run to the next. The first step begins with what exists at start; a steady step with what the first left (gradients, optimizer state).
+    `memo` carries readings from one rank of a run to the next. The first step begins with what exists at start; a steady step
+    with what the first left (gradients, optimizer state).
     """
     memo = {} if memo is None else memo
     init = of_tensors(program.persistent)

@@ -54,16 +54,16 @@ def _memory(run: Run, profile: Profile, m: reading.MemoryReading) -> MemoryRepor
     capacity = acc.memory_bytes
     allocated = m.peak.total_bytes
     if acc.kernel_table == "cpu":
-        return MemoryReport(m.peak, m.phases, m.states, m.activations, None, None, {}, capacity, _verdict(allocated, allocated, capacity),
-                            capacity - allocated)
+        return MemoryReport(m.peak, m.phases, m.states, m.activations, capacity_bytes=capacity, headroom_bytes=capacity - allocated,
+                            verdict=_verdict(allocated, allocated, capacity))
     mode = "memory.split_expandable" if run.recipe.allocator == "expandable" else "memory.split_default"
-    reserved = int(sum(m.pool_peaks) * profile.value(mode))
-    outside = {"context": int(profile.value("memory.context_bytes")), "nccl": _nccl_bytes(run, profile),
-               "workspaces": int(profile.value("memory.workspace_bytes"))}
+    workspaces = int(profile.value("memory.workspace_bytes"))
+    reserved = int(sum(m.pool_peaks) * profile.value(mode)) + workspaces
+    outside = {"context": int(profile.value("memory.context_bytes")), "nccl": _nccl_bytes(run, profile)}
     other = sum(outside.values())
     device = reserved + other
-    return MemoryReport(m.peak, m.phases, m.states, m.activations, reserved, device, {k: v for k, v in outside.items() if v}, capacity,
-                        _verdict(allocated + other, device, capacity), capacity - device)
+    return MemoryReport(m.peak, m.phases, m.states, m.activations, workspaces, reserved, device, {k: v for k, v in outside.items() if v},
+                        capacity, _verdict(allocated + workspaces + other, device, capacity), capacity - device)
 
 
 def _nccl_bytes(run: Run, profile: Profile) -> int:

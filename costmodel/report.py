@@ -34,12 +34,14 @@ class MemoryReport:
     """Bytes that persist between steady steps, by category."""
     activations_bytes: int | None
     """Highest sum of saved activations alone."""
+    workspace_bytes: int | None = None
+    """Workspaces of libraries (cuBLAS), which the allocator serves: PyTorch's own max_memory_allocated is `allocated` plus these."""
     reserved_bytes: int | None = None
-    """What the caching allocator holds (max_memory_reserved)."""
+    """What the caching allocator holds, workspaces included (max_memory_reserved)."""
     device_bytes: int | None = None
-    """Reserved plus context, NCCL and workspaces (nvidia-smi)."""
+    """Reserved plus context and NCCL (nvidia-smi)."""
     outside: dict[str, int] = field(default_factory=dict)
-    """Parts of device_bytes outside the allocator: context, nccl, workspaces."""
+    """Parts of device_bytes outside the allocator: context, nccl."""
     capacity_bytes: int | None = None
     verdict: Verdict = "unknown"
     headroom_bytes: int | None = None

@@ -138,8 +138,9 @@ def memory_of(role: RoleReport, kind: str) -> float | None:
     """The predicted figure, in GiB, that a kind of measurement is compared with."""
     memory = role.memory
     assert memory is not None
-    found = {"allocated": memory.allocated.total_bytes, "active": memory.allocated.total_bytes, "reserved": memory.reserved_bytes,
-             "nvidia-smi": memory.device_bytes, "after step": sum(memory.states.values())}[kind]
+    workspaces = memory.workspace_bytes or 0
+    found = {"allocated": memory.allocated.total_bytes + workspaces, "active": memory.allocated.total_bytes + workspaces,
+             "reserved": memory.reserved_bytes, "nvidia-smi": memory.device_bytes, "after step": sum(memory.states.values()) + workspaces}[kind]
     return None if found is None else found / GIB
 
 

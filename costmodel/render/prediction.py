@@ -207,7 +207,8 @@ def _memory(report: StepReport, role: RoleReport, memory: MemoryReport, page: Pa
     outside = ", ".join(f"{name} {size(n)}" for name, n in memory.outside.items() if n)
     figures = [["allocated", size(peak.total_bytes), "live tensors (max_memory_allocated)"]]
     if memory.reserved_bytes is not None:
-        figures.append(["reserved", size(memory.reserved_bytes), "held by the caching allocator (max_memory_reserved)"])
+        inside = f"; with {size(memory.workspace_bytes)} of workspaces" if memory.workspace_bytes else ""
+        figures.append(["reserved", size(memory.reserved_bytes), "held by the caching allocator (max_memory_reserved)" + inside])
     if memory.device_bytes is not None:
         figures.append(["device total", size(memory.device_bytes), "what nvidia-smi shows" + (f"; also {outside}" if outside else "")])
     if memory.capacity_bytes is not None:
