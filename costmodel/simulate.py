@@ -314,7 +314,11 @@ def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None, d
     (scan or Scan(prices)).run(program_step, clocks)
     for name, end in clocks.streams.items():
         if drain and end > clocks.compute:
-            clocks.waits[name] = clocks.waits.get(name, 0.0) + end - clocks.compute
             clocks.phases["optimizer"] = clocks.phases.get("optimizer", 0.0) + end - clocks.compute
+            begin = clocks.busy_from.get(name, 0.0)
+            if begin > clocks.compute:
+                clocks.waits["host"] = clocks.waits.get("host", 0.0) + begin - clocks.compute
+                clocks.compute = begin
+            clocks.waits[name] = clocks.waits.get(name, 0.0) + end - clocks.compute
             clocks.compute = end
     return clocks

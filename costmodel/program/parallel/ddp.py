@@ -25,12 +25,12 @@ class Flush(NamedTuple):
     """Bytes of the bucket before it; 0 for the first."""
 
 
-def arrival_order(params: tuple[Param, ...], model: Model, *, autocast: bool = False) -> list[Param]:
+def arrival_order(params: tuple[Param, ...], model: Model, *, weight_first: bool = False) -> list[Param]:
     """Parameters of a unit in the order in which backward finishes their gradients.
 
     Modules in reverse order of use: a post-norm before its block, the norms of a parallel residual last. Of a linear layer the bias
-    before the weight, whose gradient passes through a transpose (under autocast both pass through a cast, the weight first); of a
-    norm the weight first.
+    before the weight, whose gradient passes through a transpose, or with `weight_first` the weight (autocast, where both pass
+    through a cast; losses that take the head in); of a norm the weight first.
     """
     groups: dict[str, list[Param]] = {}
     for p in params:
@@ -40,7 +40,7 @@ def arrival_order(params: tuple[Param, ...], model: Model, *, autocast: bool = F
         modules.sort(key=lambda name: name in ("attention_norm", "mlp_norm", "final_norm"))
     elif model.norm_placement == "post":
         modules.sort(key=lambda name: (not name.startswith("mlp"), "." in name))
-    return [p for name in modules for p in (reversed(groups[name]) if len(groups[name][0].shape) > 1 and not autocast else groups[name])]
+    return [p for name in modules for p in (reversed(groups[name]) if len(groups[name][0].shape) > 1 and not weight_first else groups[name])]
 
 
 class Buckets:
@@ -51,16 +51,17 @@ class Buckets:
     in the order of arrival (DDP's rebuilt buckets), else in the reverse order of registration.
     """
 
-    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, model: Model, *, by_arrival: bool = True,
+    def __init__(self, inventory: Inventory, element: int, first_cap: int, cap: int, run: Run, *, by_arrival: bool = True,
                  autocast: bool = False) -> None:
-        def walk(params: tuple[Param, ...]) -> list[tuple[str, int, int]]:
+        def walk(params: tuple[Param, ...], weight_first: bool = autocast) -> list[tuple[str, int, int]]:
             """(name, bytes, place in the order of arrival) in the order in which buckets are filled."""
-            arrival = arrival_order(params, model, autocast=autocast)
+            arrival = arrival_order(params, run.model, weight_first=weight_first)
             place = {p.name: i for i, p in enumerate(arrival)}
             return [(p.name, p.numel * element, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
 
+        takes_head = run.recipe.loss in ("chunked", "fused")
         self._fill = _Fill(first_cap, cap, element)
-        self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params))}
+        self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params, takes_head or autocast))}
         layer, layers = walk(inventory.layer.params), inventory.layers
         seen: dict[tuple[int, int, int], int] | None = {}
         filled: list[dict[str, Flush]] = []
@@ -139,7 +140,7 @@ class DDP(Strategy):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes, run.model,
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.first_bucket_bytes, run.plan.bucket_bytes, run,
                                autocast=numbers.autocast)
         self.group = run.plan.dp * run.plan.cp
         self.view = run.plan.gradient_as_bucket_view
@@ -172,9 +173,8 @@ class DDP(Strategy):
         if not self.syncs(micro):
             return allocs, ops
         own = Tensor(f"{ready.param.name}.grad", "gradients", ready.nbytes)
-        if self.view and self.plan.sync_each_micro_batch and micro not in (ONLY, FIRST):
-            pass
-        else:
+        already = not self.recipe.zero_set_to_none or self.plan.sync_each_micro_batch and micro not in (ONLY, FIRST)
+        if not (self.view and already):
             ops = [*ops, Op(f"{ready.param.name}.to_bucket", "memory", nbytes=2.0 * ready.nbytes, dtype=ready.dtype, frees=(own,) if self.view else ())]
         flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
         if flush:

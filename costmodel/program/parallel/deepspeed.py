@@ -36,7 +36,7 @@ class DeepSpeedZero(Strategy):
         self.grad = self.precision.gradient
         self.shard = -(-inventory.numel // self.n)
         self.bucket = min(run.plan.bucket_bytes, nbytes(inventory.numel, self.precision.reduce))
-        self.buckets = Buckets(inventory, element_bytes(self.precision.reduce), self.bucket, self.bucket, run.model)
+        self.buckets = Buckets(inventory, element_bytes(self.precision.reduce), self.bucket, self.bucket, run)
 
     def refusals(self) -> Iterator[PlanError]:
         if self.plan.offload != "none":

@@ -33,7 +33,7 @@ class MegatronDP(Strategy):
         self.local = -(-inventory.numel // self.shards)
         element = element_bytes(self.precision.reduce)
         cap = max(40_000_000, 1_000_000 * self.n) * element if run.plan.framework == "megatron" else run.plan.bucket_bytes
-        self.buckets = Buckets(inventory, element, cap, cap, run.model)
+        self.buckets = Buckets(inventory, element, cap, cap, run)
 
     def persistent(self, role: str) -> list[Tensor]:
         p, inv = self.precision, self.inventory

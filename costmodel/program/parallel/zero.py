@@ -95,7 +95,7 @@ class Zero2(Strategy):
         super().__init__(run, numbers, inventory)
         self.group = run.plan.state_shards
         self.dtype = self.precision.parameter
-        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, run.model, by_arrival=False,
+        self.buckets = Buckets(inventory, element_bytes(self.dtype), run.plan.bucket_bytes, run.plan.bucket_bytes, run, by_arrival=False,
                                autocast=numbers.autocast)
         element = element_bytes(self.dtype)
         self.shards = [-(-(size // element) // self.group) for size in self.buckets.sizes]
