@@ -195,7 +195,7 @@ def pipeline_cases() -> list[Case]:
 def judge(one: Case) -> tuple[Any, float]:
     """The comparison of one run on one rank, and the seconds its dry run took."""
     from costmodel.inputs import build_run
-    from costmodel.predict import predict
+    from costmodel.prediction import predict
     from execute.compare import compare
     from execute.dryrun import dry_run
     run = build_run(**one.given)

@@ -62,7 +62,7 @@ def runs(layers: int, count: int, gpus: int | None) -> list[object]:
 
 def in_process(layers: int, count: int) -> tuple[list[float], list[float]]:
     """Seconds of predict() on small jobs and on 100,000 GPUs."""
-    from costmodel.predict import predict
+    from costmodel.prediction import predict
     small, large = runs(layers, count, None), runs(layers, count, 100_000)
     warm = runs(2, 2, None)
     for run in warm:

@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 __all__ = ["PlanError", "Run", "StepReport", "build_run", "predict", "resolve"]
 
 _HOME = {"Run": "costmodel.spec", "PlanError": "costmodel.spec", "build_run": "costmodel.inputs", "resolve": "costmodel.inputs",
-         "predict": "costmodel.predict", "StepReport": "costmodel.report"}
+         "predict": "costmodel.prediction", "StepReport": "costmodel.report"}
 
 if TYPE_CHECKING:
     from costmodel.inputs import build_run, resolve
-    from costmodel.predict import predict
+    from costmodel.prediction import predict
     from costmodel.report import StepReport
     from costmodel.spec import PlanError, Run
 

@@ -48,7 +48,7 @@ def dryrun(
     if not against:
         print(json.dumps(report.to_dict(), indent=2) if as_json else as_text(report))
         return
-    from costmodel.predict import predict
+    from costmodel.prediction import predict
     from execute.compare import compare
     with given.naming():
         comparison = compare(predict(run), report)

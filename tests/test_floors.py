@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[frozenset[str], ...] = tuple(frozenset(names.split()) for names in (
-    "spec", "report", "catalog", "inputs program", "cost memory", "simulate mesh", "timing", "predict", "explain solve records formats", "render", "cli"))
+    "spec", "report", "catalog", "inputs program", "cost memory", "simulate mesh", "timing", "prediction", "explain solve records formats", "render", "cli"))
 """Lowest first; rooms of one floor do not import one another."""
 SHARED_CLI = ("cli.options", "cli.files", "cli.guard")
 """Pieces of the command line that every command with a run uses: they know no prediction."""
@@ -80,7 +80,7 @@ def test_costmodel_imports_nothing_heavy_and_no_package_above_it(path: Path) -> 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "execute").rglob("*.py")), ids=module_name)
 def test_execute_uses_no_prediction(path: Path) -> None:
-    allowed = {*EXECUTE_MAY_USE, *(["predict"] if module_name(path) in EXECUTE_COMPARES else [])}
+    allowed = {*EXECUTE_MAY_USE, *(["prediction"] if module_name(path) in EXECUTE_COMPARES else [])}
     assert rooms_used(path) <= allowed
 
 

@@ -53,7 +53,7 @@ def predict(
     Exit code 3: the run does not fit in memory.
     """
     from costmodel.catalog.profiles import load_profile
-    from costmodel.predict import predict as predict_run
+    from costmodel.prediction import predict as predict_run
     resolved = given.resolve()
     with given.naming():
         profile = load_profile(resolved.run, given.profile)

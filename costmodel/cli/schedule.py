@@ -120,7 +120,7 @@ def _drawable(p: int, v: int, m: int) -> None:
 def _prediction(given: Given, run: "Run") -> tuple["StepReport | None", list[str]]:
     """The prediction of a run, or the note that says why there is none."""
     from costmodel.catalog.profiles import load_profile
-    from costmodel.predict import predict
+    from costmodel.prediction import predict
     from costmodel.spec import PlanError
     if run.plan.pp == 1:
         return None, ["pp = 1: there is no pipeline in this run."]

@@ -103,7 +103,7 @@ def crash(*_: object) -> Any:
 
 def test_an_unexpected_error_exits_1_and_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COSTMODEL_DEBUG", raising=False)
-    monkeypatch.setattr(import_module("costmodel.predict"), "predict", crash)
+    monkeypatch.setattr(import_module("costmodel.prediction"), "predict", crash)
     result = call(ASKED)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "unexpected error: ZeroDivisionError: a bug. Run it again with --debug for the traceback.\n"
@@ -111,7 +111,7 @@ def test_an_unexpected_error_exits_1_and_says_how_to_see_more(monkeypatch: pytes
 
 @pytest.mark.parametrize(("line", "environment"), [(f"{ASKED} --debug", {}), (f"--debug {ASKED}", {}), (ASKED, {"COSTMODEL_DEBUG": "1"})])
 def test_debug_shows_the_traceback(line: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("costmodel.predict"), "predict", crash)
+    monkeypatch.setattr(import_module("costmodel.prediction"), "predict", crash)
     result = call(line, **environment)
     assert result.exit_code == 1
     assert "Traceback" in result.stderr

@@ -63,7 +63,7 @@ def test_a_rank_outside_the_world_exits_2(run_file: str) -> None:
 
 
 def test_against_the_prediction_it_lays_both_side_by_side(run_file: str) -> None:
-    pytest.importorskip("costmodel.predict")
+    pytest.importorskip("costmodel.prediction")
     result = CliRunner().invoke(app, ["dryrun", run_file, "--against", "predict", "--json"])
     compared = json.loads(result.stdout)
     assert result.exit_code == (0 if compared["within_tolerance"] else 4)

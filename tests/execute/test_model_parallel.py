@@ -75,17 +75,18 @@ def test_fsdp_and_tp_shard_over_both() -> None:
     assert states["parameters"] == states["gradients"] == (split_run(1, "single").model.params * 4 - norms) // 8 + norms // 4
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("naive", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2)])
 def test_stages_sum_to_the_model(schedule: str, virtual: int) -> None:
     run = split_run(model={**LLAMA, "layers": 5}, pp=2, schedule=schedule, virtual_stages=virtual, recipe={"grad_accum": 2, "seq_len": 32})
     assert sum(memory(run, rank).states["parameters"] for rank in range(2)) == run.model.params * 4
 
 
 def test_a_stage_keeps_a_receive_buffer_for_every_micro_batch_and_direction() -> None:
-    run = split_run(4, model={**LLAMA, "layers": 4}, pp=4, recipe={"grad_accum": 6})
-    assert [memory(run, rank).states["communication"] for rank in (0, 1, 3)] == [6 * STREAM, 12 * STREAM, 6 * STREAM]
-    middle = sent(run, 1)
-    assert {kind: sum(n for (_, _, k, _), n in middle.items() if k == kind) for kind in ("send", "recv")} == {"send": 12, "recv": 12}
+    run = split_run(3, model={**LLAMA, "layers": 3}, pp=3, recipe={"grad_accum": 4})
+    ranks = [dry_run(run, rank).roles[0] for rank in range(3)]
+    assert [r.memory.states["communication"] for r in ranks if r.memory] == [4 * STREAM, 8 * STREAM, 4 * STREAM]
+    sent_by_middle = {kind: sum(c.count for c in ranks[1].collectives or () if c.kind == kind) for kind in ("send", "recv")}
+    assert sent_by_middle == {"send": 8, "recv": 8}
 
 
 def test_1f1b_holds_fewer_micro_batches_the_later_the_stage_and_gpipe_all() -> None:

@@ -56,8 +56,8 @@ def performed(kind: Any, p: int, m: int, rank: int) -> list[tuple[str, int, int]
 
 @pytest.mark.parametrize(("name", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B), ("naive", ScheduleNaive)])
 def test_one_stage_a_rank_runs_in_torch_s_order(name: str, kind: Any) -> None:
-    for p in (1, 2, 3, 4, 8, 12):
-        for m in (p, p + 1, 2 * p, 3 * p + 2, 32):
+    for p in (1, 2, 3, 4, 8):
+        for m in (p, p + 1, 2 * p, 3 * p + 2):
             for rank in range(p):
                 assert [tuple(a) for a in rank_order(name, p, 1, m, rank)] == performed(kind, p, m, rank), (p, m, rank)
 
