@@ -603,18 +603,20 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
 
 def _loss_parallel(w: Walk, wide: Value) -> Value:
     """DTensor's vocabulary-parallel cross-entropy: backward holds the log-softmax, zeros, exponentials and their sum, 16 bytes a local
-    logit at the peak, and 33 bytes a token (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward)."""
+    logit at the peak, and 33 bytes a token (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward). Of 16-bit
+    logits forward makes an fp32 copy and keeps all fp32 steps until the 16-bit result is there."""
     tape, each = w.tape, wide.nbytes
+    low = wide.dtype != "fp32"
     w.tp.loss_sums(w, w.tokens, "loss.max")
     w.tp.loss_sums(w, w.tokens, "loss.sum")
     log_probs = tape.value("loss.log_softmax", wide.numel, wide.dtype)
     tape.record("loss.log_softmax", "memory", (wide,), (log_probs,), saved=(log_probs,), nbytes=6.0 * each, dtype=wide.dtype, kernels=4,
-                temp_bytes=each, backs=(Back("grad", "memory", 0, alias=True),))
+                temp_bytes=12 * wide.numel if low else each, backs=(Back("grad", "memory", 0, alias=True),))
     loss = tape.value("loss", 1, wide.dtype)
     tape.record("loss.nll", "memory", (log_probs,), (loss,), nbytes=float(w.tokens * 8), dtype=wide.dtype,
                 extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
                 backs=(Back("grad", "memory", 0, nbytes=9.0 * each, dtype=wide.dtype, kernels=5, temp_bytes=2 * each + 33 * w.tokens),))
-    w.tp.loss_sums(w, w.tokens, "loss.target")
+    w.tp.loss_sums(w, w.tokens, "loss.target", wide.dtype)
     return loss
 
 

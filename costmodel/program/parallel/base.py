@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Comm, Op, Tensor, periods
 from costmodel.program.layers import Numbers
-from costmodel.program.optimizer import Update, clip_ops, update_ops
+from costmodel.program.optimizer import STATES, Update, clip_ops, update_ops
 from costmodel.program.tape import GradReady
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 
@@ -173,14 +173,19 @@ class Strategy:
         return ops
 
     def step(self, role: str, first: bool) -> list[Op]:
-        """The optimizer step; DTensor first gives every gradient the placement of its parameter."""
-        ops = update_ops(self.recipe.optimizer, self.update(role), first=first)
-        if not self.tensor_alone:
+        """The optimizer step. DTensor gives every gradient the placement of its parameter, anew for each pass that reads it: a fused
+        update has one, an unfused Adam two (the second takes it twice)."""
+        spec = self.recipe.optimizer
+        ops = update_ops(spec, self.update(role), first=first)
+        if not self.tensor_alone or not ops:
             return ops
         lookups = sum(p.numel for p in self.inventory.embedding.params if p.name.startswith(("embedding.", "positions.")))
         cut = (Tensor("lookup gradients, cut", "temporaries", nbytes(lookups, self.gradient_dtype)),) if self.inventory.whole_lookups else ()
-        return [Op("redistribute", "memory", nbytes=float(2 * sum(t.nbytes for t in cut)), dtype=self.gradient_dtype, kernels=len(cut), allocs=cut),
-                *self.norm_sums(), *ops, Op("redistribute.release", "host", kernels=0, frees=cut)]
+        placed = Op("redistribute", "memory", nbytes=float(2 * sum(t.nbytes for t in cut)), dtype=self.gradient_dtype, kernels=len(cut), allocs=cut)
+        done, sums = Op("redistribute.release", "host", kernels=0, frees=cut), self.norm_sums()
+        if STATES[spec.name] == 2 and spec.implementation != "fused":
+            return [ops[0], placed, *sums, done, placed, *sums, placed, *sums, done, done, *ops[1:]]
+        return [placed, *sums, *ops, done]
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
         """What is sent when the update is done: ops, and how often they repeat."""

@@ -246,6 +246,7 @@ class FSDP(Strategy):
         elif not self.sync_each and micro == LAST:
             moved = float(nbytes(whole, in_dtype) + 2 * nbytes(whole, p.reduce))
             ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, frees=grads))
+            ops += self._late_norm_sums(group)
             source, in_dtype = (accumulated,), p.reduce
         ops.append(Op("fsdp.reshard", "host", kernels=0, frees=free_params))
         rs_in = Tensor(f"reduce_scatter_in({group})", "communication", self._bytes(group, p.reduce))
@@ -280,16 +281,12 @@ class FSDP(Strategy):
         return ops
 
     def _late_norm_sums(self, group: str) -> list[Op]:
-        """Under a pipeline norm gradients stay partial sums over tp until they are reduced, in the reduce dtype."""
-        if not self.late_norms:
+        """Norm gradients that were accumulated as partial sums over tp, summed in the reduce dtype when they are reduced."""
+        if self.plan.tp == 1:
             return []
         dtype = self.precision.reduce
         params = [q for q in self.groups[group].params if "norm" in q.name and (self.plan.sequence_parallel or ".q_norm" in q.name or ".k_norm" in q.name)]
         return [collective("tp", "all-reduce", self.plan.tp, nbytes(q.numel, dtype), dtype, name="norm_gradient.all_reduce") for q in params]
-
-    @property
-    def late_norms(self) -> bool:
-        return self.pipelined and self.plan.tp > 1
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.program.ir import Comm
 from costmodel.program.tape import Back, Value
-from costmodel.spec import PlanError, Run
+from costmodel.spec import DTYPE_BYTES, PlanError, Run
 from costmodel.spec.parameters import Param
 
 if TYPE_CHECKING:
@@ -45,15 +45,14 @@ def local_param(p: Param, t: int, framework: str) -> Param:
 class TensorParallel:
     """What one rank of a tp group computes and sends; with tp = 1 it does nothing."""
 
-    __slots__ = ("t", "sp", "megatron", "fsdp", "pipelined", "loss_parallel")
+    __slots__ = ("t", "sp", "megatron", "fsdp", "late", "loss_parallel")
 
     def __init__(self, run: Run) -> None:
         p = run.plan
         self.t = p.tp
         self.sp = p.sequence_parallel and p.tp > 1
         self.megatron = p.framework == "megatron"
-        self.fsdp = p.zero == 3
-        self.pipelined = p.pp > 1
+        self.late = p.zero != 3 or p.pp > 1 or run.micro_batches > 1 and not p.sync_each_micro_batch
         self.loss_parallel = p.tp > 1 and (p.loss_parallel or self.megatron)
 
     @staticmethod
@@ -133,12 +132,12 @@ class TensorParallel:
 
     @property
     def sums_norms_late(self) -> bool:
-        """Without FSDP, or under a pipeline, DTensor leaves a norm's gradient a partial sum until somebody asks for it."""
-        return self.t > 1 and not self.megatron and not (self.fsdp and not self.pipelined)
+        """Where no FSDP reduces in every micro-batch, DTensor leaves a norm's gradient a partial sum until somebody asks for it."""
+        return self.t > 1 and not self.megatron and self.late
 
-    def loss_sums(self, w: "Walk", tokens: int, name: str) -> None:
+    def loss_sums(self, w: "Walk", tokens: int, name: str, dtype: str = "fp32") -> None:
         """The small all-reduces of a vocabulary-parallel cross-entropy: the largest logit, the sum of exponentials, the target's."""
         if not self.loss_parallel:
             return
-        each = tokens * 4
-        w.tape.record(name, "collective", (), (), comm=self.comm("all-reduce", each, "fp32"), dtype="fp32", temp_bytes=each)
+        each = tokens * DTYPE_BYTES[dtype]
+        w.tape.record(name, "collective", (), (), comm=self.comm("all-reduce", each, dtype), dtype=dtype, temp_bytes=each)
