@@ -41,7 +41,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
-        scaling=_scaling(run, constants, program, prices, slowest.step_s) if scaling else None,
+        scaling=_scaling(run, program, scan, prices.fixed, slowest.step_s) if scaling else None,
         bound_by=_bound_by(slowest), notes=tuple(_notes(run, constants, program)), basis=_basis(constants, run))
 
 
@@ -103,17 +103,18 @@ def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Co
     return tuple(out)
 
 
-def _scaling(run: Run, profile: Profile, program: Program, priced: RunPrices, step_s: float) -> Scaling:
-    """One GPU of the same kind under the same strategy at degree 1: the same micro-batches (weak), the same batch (strong)."""
+def _scaling(run: Run, program: Program, scan: Scan, fixed: float, step_s: float) -> Scaling:
+    """One GPU of the same kind under the same strategy at degree 1: the same micro-batches (weak), the same batch (strong).
+
+    `scan` has the prices of the run: a single GPU pays the same for a kernel, and sends nothing.
+    """
     dp = run.plan.dp
     if run.cluster.gpus == 1:
         return Scaling(1.0, 1.0, step_s, None)
     alone = single_gpu(run)
     builder = builder_of(alone, program)
-    prices = RunPrices(alone, profile, like=priced)
-    scan = Scan(prices)
     role = builder.strategy.roles()[0][0]
-    one, whole = (step_time(builder.step(role, False, m), prices, scan=scan).compute + prices.fixed
+    one, whole = (step_time(builder.step(role, False, m), scan.prices, scan=scan).compute + fixed
                   for m in (run.micro_batches, run.micro_batches * dp))
     return Scaling(one / step_s * dp / run.cluster.gpus, whole / (run.cluster.gpus * step_s), one, None)
 

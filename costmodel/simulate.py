@@ -214,16 +214,18 @@ class Scan:
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.kappa = prices.contention
-        self.compiled: dict[int, Compiled] = {}
-        """By identity; the scan lives no longer than the program."""
+        self.compiled: dict[int, tuple[Block, Compiled]] = {}
+        """By identity, with the block, so that no other takes its place."""
+        self.steady: dict[int, tuple[Part, list[float]]] = {}
+        """How one repeat of a part advances the clocks once they have settled."""
 
     def of(self, block: Block) -> Compiled:
         """The block as steps, compiled once."""
         key = id(block)
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            compiled = self.compiled[key] = compile_block(block, self.prices)
-        return compiled
+        known = self.compiled.get(key)
+        if known is None:
+            known = self.compiled[key] = (block, compile_block(block, self.prices))
+        return known[1]
 
     def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
         """Advance the clocks over `part`, `times` times."""
@@ -239,23 +241,26 @@ class Scan:
                     self.run(child, clocks, n)
 
     def _repeat(self, part: Part, clocks: Clocks, times: int) -> None:
-        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, the next do too, as long as no
-        stream overtakes another."""
+        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, or one advances them as the part was
+        seen to when it had settled, the next do too, as long as no stream overtakes another."""
         before = clocks.flat()
         step: list[float] | None = None
+        settled = self.steady.get(id(part), (part, None))[1]
         left = times
         while left:
             self.run(part, clocks)
             left -= 1
-            if left < 2:
-                continue
+            if not left:
+                break
             after = clocks.flat()
             new: list[float] | None = None
             if len(after) == len(before):
                 new = [b - a for a, b in zip(before, after, strict=True)]
-                if step is not None and _same(step, new):
+                if settled is not None and _same(settled, new) or step is not None and _same(step, new):
                     skip = min(left, _headroom(clocks, new))
                     if skip > 0:
+                        settled = new
+                        self.steady[id(part)] = (part, new)
                         _advance(clocks, new, skip)
                         left -= skip
                         after = clocks.flat()

@@ -35,9 +35,9 @@ def axis_groups(run: Run) -> dict[str, Group]:
 
 
 class RunPrices:
-    """Seconds of the ops of one run; an op is priced once. `like` has priced ops of the same device and recipe."""
+    """Seconds of the ops of one run; an op is priced once."""
 
-    def __init__(self, run: Run, profile: Profile, like: "RunPrices | None" = None) -> None:
+    def __init__(self, run: Run, profile: Profile) -> None:
         self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)
@@ -65,7 +65,7 @@ class RunPrices:
         self.call_s = profile.value("host.graph.launch_s" if r.cuda_graphs else "host.compile.region_s") * multiplier if r.compile else 0.0
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
-        self._device: dict[int, tuple[Op, float]] = like._device if like else {}
+        self._device: dict[int, tuple[Op, float]] = {}
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
@@ -83,6 +83,8 @@ class RunPrices:
 
     def seconds_of(self, axis: str, kind: str, nbytes: int, size: int) -> float:
         """Seconds of one collective of `nbytes` (the message convention of ir.Comm) over `size` ranks of an axis."""
+        if size == 1:
+            return 0.0
         key = (axis, kind, nbytes, size)
         seconds = self._comm.get(key)
         if seconds is None and kind == "recv":

@@ -123,6 +123,8 @@ class Builder:
         self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers),
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
+        self.cores: dict[object, Block] = like.cores if like else {}
+        """Forward and recompute of a unit, the same under every strategy."""
         self.parts: dict[object, Seq] = {}
         self.slots: dict[tuple[str, str], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
@@ -215,9 +217,9 @@ class Builder:
 
     def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
         key = (unit, "forward", save, drop)
-        if key not in self.blocks:
-            self.block(key, unit, "forward", self._forward_ops(unit, save=save, drop=drop))
-        return self.blocks[key]
+        if key not in self.cores:
+            self.cores[key] = Block(unit, "forward", tuple(self._forward_ops(unit, save=save, drop=drop)))
+        return self.cores[key]
 
     def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Seq:
         alone = self.layers == 0 and self.links.borrows_input
@@ -230,7 +232,7 @@ class Builder:
     def _replacing(self, head: Block) -> Block:
         """A head whose logits, once made, take the place of the previous micro-batch's in the schedule's loop."""
         kept = {t.name for t in self.kept_output()}
-        ops = [op._replace(frees=(*op.frees, *self.kept_output())) if kept & {t.name for t in op.allocs} else op for op in head.ops]
+        ops = [op.freeing(tuple(self.kept_output())) if kept & {t.name for t in op.allocs} else op for op in head.ops]
         return self.block((HEAD, "forward", "replaces"), head.name, head.phase, ops)
 
     # -- backward ----------------------------------------------------------------------------------------------------------
@@ -256,16 +258,16 @@ class Builder:
             tied = self.run.model.tied_embeddings and item.param.name == "embedding.weight" and self.stage.first and self.stage.last
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
             if tied and unit == HEAD:
-                out[-1] = out[-1]._replace(allocs=(*out[-1].allocs, first_use))
+                out[-1] = out[-1].taking((first_use,))
                 continue
             allocs, ops = self.strategy.on_grad(unit, index, item, micro)
             if tied:
                 lookup = Tensor("lookup gradient", "temporaries", item.nbytes)
-                out[-1] = out[-1]._replace(allocs=(*out[-1].allocs, lookup))
+                out[-1] = out[-1].taking((lookup,))
                 out.append(Op("embedding.accumulate_tied", "memory", nbytes=3.0 * item.nbytes, dtype=item.dtype, allocs=allocs,
                               frees=(first_use, lookup)))
             elif allocs:
-                out[-1] = out[-1]._replace(allocs=out[-1].allocs + allocs)
+                out[-1] = out[-1].taking(allocs)
             out.extend(ops)
         return out
 
@@ -296,10 +298,11 @@ class Builder:
         key = ("recompute", micro, drop, variant, *self._place(index, span))
         if key not in self.parts:
             core_key = (LAYER, "recompute", drop, index == last)
-            if core_key not in self.blocks:
+            if core_key not in self.cores:
                 stop = self.unit[LAYER].tape.recompute_until if index == last else None
-                self.block(core_key, LAYER, "recompute", self._forward_ops(LAYER, save=True, drop=drop, until=stop, phase="recompute"))
-            self.parts[key] = self.wrapped(LAYER, "recompute", self.strategy.before_recompute(index, micro, first, last), self.blocks[core_key], [])
+                again = self._forward_ops(LAYER, save=True, drop=drop, until=stop, phase="recompute")
+                self.cores[core_key] = Block(LAYER, "recompute", tuple(again))
+            self.parts[key] = self.wrapped(LAYER, "recompute", self.strategy.before_recompute(index, micro, first, last), self.cores[core_key], [])
         return self.parts[key]
 
     def _place(self, index: int, span: tuple[int, int]) -> tuple[bool, ...]:

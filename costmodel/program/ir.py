@@ -69,6 +69,17 @@ class Op(NamedTuple):
     detached: bool = False
     """collective, side: does not wait for the compute stream, for its input was there long before."""
 
+    def taking(self, tensors: tuple[Tensor, ...]) -> "Op":
+        """This op allocating more (much faster than _replace)."""
+        return Op._make((*self[:_ALLOCS], self.allocs + tensors, *self[_ALLOCS + 1:]))
+
+    def freeing(self, tensors: tuple[Tensor, ...]) -> "Op":
+        """This op freeing more."""
+        return Op._make((*self[:_FREES], self.frees + tensors, *self[_FREES + 1:]))
+
+
+_ALLOCS, _FREES = Op._fields.index("allocs"), Op._fields.index("frees")
+
 
 class Block:
     """Ops that run together, in order, in one phase; equal blocks are one object within a program."""

@@ -174,7 +174,7 @@ class Tape:
             if node.inner:
                 ops += node.inner.tape.forward((node.inner.exit,), save=False)
                 if frees:
-                    ops[-1] = ops[-1]._replace(frees=(*ops[-1].frees, *frees))
+                    ops[-1] = ops[-1].freeing(tuple(frees))
                 continue
             allocs = [self._tensor(v, keep, save, cached) for v in node.outputs if v.own_bytes]
             if save or (index in cached and not matmul):
@@ -347,6 +347,6 @@ def _free_after(ops: list[Op | GradReady], first: int, frees: list[Tensor], name
     for i in range(len(ops) - 1, first - 1, -1):
         op = ops[i]
         if isinstance(op, Op):
-            ops[i] = op._replace(frees=op.frees + tuple(frees))
+            ops[i] = op.freeing(tuple(frees))
             return
     ops.append(Op(f"{name}.release", "memory", kernels=0, frees=tuple(frees)))
