@@ -3,11 +3,11 @@
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
-from costmodel.program.build import Program, build, builder_of
+from costmodel.program.build import Program, build, single_builder
 from costmodel.program.ir import Block, block_counts
 from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
-from costmodel.simulate import Scan, step_time
+from costmodel.simulate import Scan, seconds, step_time
 from costmodel.spec import Run
 from costmodel.timing import pipeline_times, step_report
 
@@ -104,25 +104,25 @@ def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Co
 
 
 def _scaling(run: Run, program: Program, scan: Scan, fixed: float, step_s: float) -> Scaling:
-    """One GPU of the same kind under the same strategy at degree 1: the same micro-batches (weak), the same batch (strong).
+    """One GPU of the same kind that spreads nothing: the same micro-batches (weak), the same batch (strong).
 
-    `scan` has the prices of the run: a single GPU pays the same for a kernel, and sends nothing.
+    `scan` has the prices of the run: a single GPU pays the same for a kernel.
     """
     dp = run.plan.dp
     if run.cluster.gpus == 1:
         return Scaling(1.0, 1.0, step_s, None)
     alone = single_gpu(run)
-    builder = builder_of(alone, program)
+    builder = single_builder(alone, program)
     role = builder.strategy.roles()[0][0]
-    one, whole = (step_time(builder.step(role, False, m), scan.prices, scan=scan).compute + fixed
+    one, whole = (seconds(builder.step(role, False, m), scan) + fixed
                   for m in (run.micro_batches, run.micro_batches * dp))
     return Scaling(one / step_s * dp / run.cluster.gpus, whole / (run.cluster.gpus * step_s), one, None)
 
 
 def single_gpu(run: Run) -> Run:
-    """The same run on one GPU: every degree 1, the same micro-batch and accumulation."""
+    """The same run on one GPU: every degree 1, nothing sharded, the same micro-batch and accumulation."""
     cluster = run.cluster.model_copy(update={"gpus": 1, "levels": ()})
-    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
+    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
                                          "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
     recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
     return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})

@@ -8,7 +8,7 @@ from c to max(c + ΣC, h + D), D the longest path that begins with a launch.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from costmodel.program.ir import Block, Comm, Op, Part
 
@@ -208,6 +208,61 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
     c.phases[phase] = c.phases.get(phase, 0.0) + compute - begin
 
 
+class Linear(NamedTuple):
+    """A part that touches host and compute stream alone, as a matrix over (max, +).
+
+    host becomes max(host + hh, compute + hc), compute becomes max(host + ch, compute + cc).
+    """
+
+    hh: float
+    hc: float
+    ch: float
+    cc: float
+    device: float
+    """Seconds of its kernels."""
+    phase: str
+    """The one phase of its blocks; empty where there are several."""
+
+    def then(self, b: "Linear") -> "Linear":
+        """This part and then another."""
+        return Linear(max(b.hh + self.hh, b.hc + self.ch), max(b.hh + self.hc, b.hc + self.cc), max(b.ch + self.hh, b.cc + self.ch),
+                      max(b.ch + self.hc, b.cc + self.cc), self.device + b.device, self.phase if self.phase == b.phase else "")
+
+    def times(self, n: int) -> "Linear":
+        """This part `n` times, n at least 1."""
+        if n == 1:
+            return self
+        half = self.times(n // 2)
+        both = half.then(half)
+        return both.then(self) if n % 2 else both
+
+    def run(self, c: Clocks) -> None:
+        """Advance the clocks; they must not be busy with a stream that slows the kernels down."""
+        begin = c.compute
+        c.host, c.compute = max(c.host + self.hh, begin + self.hc), max(c.host + self.ch, begin + self.cc)
+        waited = c.compute - (begin + self.device)
+        if waited > 0.0:
+            c.waits["host"] = c.waits.get("host", 0.0) + waited
+        c.phases[self.phase] = c.phases.get(self.phase, 0.0) + c.compute - begin
+
+
+NO_PATH = float("-inf")
+
+
+def linear_block(block: Compiled) -> Linear | None:
+    """A block as a matrix, where it touches no other stream."""
+    whole = Linear(0.0, NO_PATH, NO_PATH, 0.0, 0.0, block.phase)
+    for code, launch, device, longest, *_ in block.steps:
+        if code == CHUNK:
+            step = Linear(launch, NO_PATH, longest, device, device, block.phase)
+        elif code == SYNC:
+            step = Linear(launch, 0.0, NO_PATH, 0.0, 0.0, block.phase)
+        else:
+            return None
+        whole = whole.then(step)
+    return whole
+
+
 class Scan:
     """Runs a program over the clocks, compiling each distinct block once."""
 
@@ -218,6 +273,7 @@ class Scan:
         """By identity, with the block, so that no other takes its place."""
         self.steady: dict[int, tuple[Part, list[float]]] = {}
         """How one repeat of a part advances the clocks once they have settled."""
+        self.linears: dict[int, tuple[Part, Linear | None]] = {}
 
     def of(self, block: Block) -> Compiled:
         """The block as steps, compiled once."""
@@ -227,8 +283,33 @@ class Scan:
             known = self.compiled[key] = (block, compile_block(block, self.prices))
         return known[1]
 
+    def linear(self, part: Part) -> Linear | None:
+        """The part as a matrix, where it touches host and compute stream alone."""
+        key = id(part)
+        known = self.linears.get(key)
+        if known is not None:
+            return known[1]
+        whole: Linear | None = None
+        if isinstance(part, Block):
+            whole = linear_block(self.of(part))
+        else:
+            for child, n in part.parts:
+                step = self.linear(child)
+                if step is None:
+                    whole = None
+                    break
+                step = step.times(n)
+                whole = step if whole is None else whole.then(step)
+        self.linears[key] = part, whole
+        return whole
+
     def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
         """Advance the clocks over `part`, `times` times."""
+        if times > 1 or not isinstance(part, Block):
+            linear = self.linear(part)
+            if linear is not None and linear.phase and (not self.kappa or all(end <= clocks.compute for end in clocks.streams.values())):
+                linear.times(times).run(clocks)
+                return
         if times > 1:
             self._repeat(part, clocks, times)
         elif isinstance(part, Block):
@@ -308,6 +389,12 @@ def _advance(clocks: Clocks, step: list[float], times: int) -> None:
     for table in (clocks.waits, clocks.phases, clocks.comm):
         for name in table:
             table[name] += next(values)
+
+
+def seconds(step: Part, scan: Scan) -> float:
+    """Seconds of one step that begins with idle streams."""
+    linear = scan.linear(step)
+    return step_time(step, scan.prices, scan=scan).compute if linear is None else max(linear.ch, linear.cc)
 
 
 def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None, drain: bool = True) -> Clocks:

@@ -131,12 +131,12 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
     Strategy("tp", "every matmul, by heads and by columns or rows", "parameters, their states, and part of the activations",
              "all-reduce of a layer's activations after attention and after the feed-forward block, in forward and in backward: four per layer "
              "and micro-batch, "
-             "on the critical path", "degrees that do not divide heads", False, "Shoeybi et al. 2019 (arXiv 1909.08053)"),
+             "on the critical path", "degrees that do not divide heads", True, "Shoeybi et al. 2019 (arXiv 1909.08053)"),
     Strategy("sequence-parallel", "norms and dropout between the tensor-parallel regions, by sequence", "the activations tp leaves whole",
-             "all-gather and reduce-scatter in place of tp's all-reduces: the same bytes", "tp = 1; sequences that tp does not divide", False,
+             "all-gather and reduce-scatter in place of tp's all-reduces: the same bytes", "tp = 1; sequences that tp does not divide", True,
              "Korthikanti et al. 2022 (arXiv 2205.05198)"),
     Strategy("pp", "the layers", "parameters and their states, by stage", "one activation forward and one gradient backward per micro-batch and stage border",
-             "more stages than layers; it idles (p-1)/m of the work time with m micro-batches on p stages (1F1B)", False,
+             "more stages than layers; it idles (p-1)/m of the work time with m micro-batches on p stages (1F1B)", True,
              "Narayanan et al. 2021 (arXiv 2104.04473)"),
     Strategy("cp", "the sequence", "activations; with fsdp, state as well",
              "keys and values to every rank (ring or all-gather), or all-to-all of heads (Ulysses), in every attention forward and backward",

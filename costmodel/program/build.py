@@ -453,12 +453,12 @@ def compress(parts: list[tuple[Part, int]]) -> Seq:
     return Seq(tuple(out))
 
 
-def builder_of(run: Run, like: Program) -> Builder:
-    """A builder for a run of the same model, recipe and kernels as `like`; it uses the recorded units and their ops again where
-    both run the same local shapes."""
+def single_builder(run: Run, like: Program) -> Builder:
+    """A builder for one GPU that spreads nothing, with the same model, recipe and kernels as `like`; it uses the recorded units and
+    their ops again where both run the same local shapes."""
     same = like.builder.run.plan.tp == run.plan.tp and like.inventory.layers == run.model.layers
     inventory = like.inventory if same else inventory_of(run)
-    return Builder(run, like.numbers, strategy_of(run, like.numbers, inventory), inventory, like.builder if same else None)
+    return Builder(run, like.numbers, Strategy(run, like.numbers, inventory), inventory, like.builder if same else None)
 
 
 def refuse(run: Run) -> None:

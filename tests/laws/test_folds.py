@@ -13,7 +13,7 @@ from costmodel.cost.prices import RunPrices
 from costmodel.memory import memory_of
 from costmodel.program.build import build
 from costmodel.program.ir import block_counts, expand
-from costmodel.simulate import step_time
+from costmodel.simulate import Scan, seconds, step_time
 
 
 @settings(max_examples=80)
@@ -63,3 +63,12 @@ def test_counted_blocks_are_those_of_the_expansion(run: Run) -> None:
     for role in build(run).roles:
         walked = Counter(id(block) for block in expand(role.step))
         assert {id(block): n for block, n in block_counts(role.step)} == walked
+
+
+@settings(max_examples=60)
+@given(runs())
+def test_seconds_of_a_step_are_those_of_every_block_run_in_turn(run: Run) -> None:
+    """On one GPU they come from a product of matrices over (max, +)."""
+    prices = RunPrices(run, load_profile(run))
+    for role in build(run).roles:
+        assert seconds(role.step, Scan(prices)) == pytest.approx(walk_time(role.step, prices).compute, rel=1e-6)
