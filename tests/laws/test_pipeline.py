@@ -1,0 +1,44 @@
+"""Laws of pipeline schedules: more micro-batches never raise the bubble share; no rank does more than the others can feed it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel import build_run, predict
+from costmodel.program.schedule import linear_order, pace
+
+SECONDS = st.integers(1, 50).map(float)
+SHAPES = st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 24))
+
+
+@given(SHAPES, st.data())
+def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, int], data: st.DataObject) -> None:
+    """At a fixed micro-batch and free messages, whatever each stage takes: of every rank, idle time over the whole step."""
+    schedule, p, m = shape
+    durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
+    ends = [max(pace(linear_order(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)) for n in (m, m + 1)]
+    for rank in range(p):
+        work = durations[2 * rank] + durations[2 * rank + 1]
+        fewer, more = ((end - n * work) / end for end, n in zip(ends, (m, m + 1), strict=True))
+        assert more <= fewer + 1e-12
+
+
+@given(SHAPES, st.data())
+def test_a_pipeline_takes_at_least_the_work_of_its_slowest_rank_and_a_pass_through_all(shape: tuple[str, int, int], data: st.DataObject) -> None:
+    schedule, p, m = shape
+    durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
+    end = max(pace(linear_order(schedule, p, 1, m), p, m, durations, durations, durations, 0.0))
+    slowest = max(durations[2 * r] + durations[2 * r + 1] for r in range(p))
+    assert max(m * slowest, sum(durations)) <= end <= m * sum(durations)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_share_falls_through_predict_as_well(schedule: str) -> None:
+    model = {"layers": 16, "hidden": 1024, "heads": 8, "ffn": 2816, "vocab": 256}
+    shares = []
+    for m in (4, 8, 16, 32, 64):
+        run = build_run(model=model, cluster={"gpus": 4, "gpu": "h100"}, plan={"pp": 4, "schedule": schedule},
+                        recipe={"seq_len": 2048, "grad_accum": m, "precision": "bf16-pure"})
+        times = [role.time for role in predict(run, scaling=False).roles if role.time]
+        shares.append(max(t.bubble_s / t.step_s for t in times))
+    assert shares == sorted(shares, reverse=True)
