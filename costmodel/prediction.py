@@ -4,7 +4,7 @@ from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build, single_builder
-from costmodel.program.ir import Block, block_counts
+from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.simulate import Scan, seconds, step_time
@@ -26,15 +26,18 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     program = build_pipeline(run) if pipelined else build(run)
     prices = RunPrices(run, constants)
     scan = Scan(prices)
-    counts = [block_counts(role.step) for role in program.roles]
+    seen: dict[int, BlockCounts] = {}
+    steps = [rank.parts for rank in program.pipeline] if pipelined else [role.step for role in program.roles]
+    counts = [block_counts(step, seen) for step in steps]
     if pipelined:
-        times = pipeline_times(run, program, prices, scan)
+        times = pipeline_times(run, program, prices, scan, seen)
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
     memo: dict[int, reading.Reading] = {}
+    sends: dict[int, list[Comm]] = {}
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time,
-                        _collectives(count, prices)) for role, time, count in zip(program.roles, times, counts, strict=True)]
+                        _collectives(count, prices, sends)) for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
     return StepReport(
@@ -86,16 +89,17 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 # -- time --------------------------------------------------------------------------------------------------------------------
 
 
-def _collectives(counts: list[tuple[Block, int]], prices: RunPrices) -> tuple[Collective, ...]:
-    """The collectives of a step, equal ones together."""
+def _collectives(counts: BlockCounts, prices: RunPrices, sends: dict[int, list[Comm]]) -> tuple[Collective, ...]:
+    """The collectives of a step, equal ones together. `sends` carries those of a block (by identity) from rank to rank."""
     found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
     for block, times in counts:
-        for op in block.ops:
-            c = op.comm
-            if c is not None:
-                phase = "backward" if block.phase == "recompute" else block.phase
-                key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
-                found[key] = found.get(key, 0) + times
+        sent = sends.get(id(block))
+        if sent is None:
+            sent = sends[id(block)] = [op.comm for op in block.ops if op.comm is not None]
+        for c in sent:
+            phase = "backward" if block.phase == "recompute" else block.phase
+            key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
+            found[key] = found.get(key, 0) + times
     out: list[Collective] = []
     for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():
         seconds = prices.seconds_of(axis, kind, message, group)

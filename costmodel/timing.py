@@ -4,7 +4,7 @@ import math
 
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
-from costmodel.program.ir import Block, Part, block_counts
+from costmodel.program.ir import BlockCounts, Part, block_counts
 from costmodel.program.schedule import BACKWARD, FORWARD, Slot, linear_order, micro_class, pace
 from costmodel.program.stages import PipelineRank
 from costmodel.report import TimeReport
@@ -19,7 +19,7 @@ def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
         into[key] = into.get(key, 0.0) + times * seconds
 
 
-def busy(counts: list[tuple[Block, int]], scan: Scan) -> tuple[Parts, float]:
+def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
     """Seconds of the compute stream's kernels by what they are; seconds of the host."""
     out: Parts = {}
     host = 0.0
@@ -55,7 +55,7 @@ def _exposed(clocks: Clocks) -> Parts:
     return {axis: s for axis, s in clocks.waits.items() if axis not in ("host", "")}
 
 
-def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: list[tuple[Block, int]]) -> TimeReport:
+def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: BlockCounts) -> TimeReport:
     """The time of a rank without pipeline."""
     parts, host = busy(counts, scan)
     return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), host, 0.0)
@@ -66,15 +66,15 @@ class _Slot:
 
     __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "host")
 
-    def __init__(self, part: Part, prices: RunPrices, scan: Scan) -> None:
+    def __init__(self, part: Part, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> None:
         clocks = step_time(part, prices, scan=scan, drain=False)
         self.seconds = clocks.compute
-        self.parts, self.host = busy(block_counts(part), scan)
+        self.parts, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
 
 
-def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan) -> list[TimeReport]:
+def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
     """The time of every pipeline rank.
 
     Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
@@ -86,7 +86,7 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan) ->
 
     def priced(part: Part) -> _Slot:
         if id(part) not in slots:
-            slots[id(part)] = _Slot(part, prices, scan)
+            slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
     stages = p.pp * p.virtual_stages

@@ -167,23 +167,29 @@ def expand(part: Part) -> Iterator[Block]:
             yield from expand(child)
 
 
-def block_counts(part: Part) -> list[tuple[Block, int]]:
-    """Every distinct block and how often it runs: the fold that counts."""
-    counts: dict[int, list[object]] = {}
+BlockCounts = list[tuple[Block, int]]
 
-    def visit(p: Part, times: int) -> None:
-        if isinstance(p, Block):
-            entry = counts.get(id(p))
-            if entry is None:
-                counts[id(p)] = [p, times]
-            else:
-                entry[1] = entry[1] + times  # type: ignore[operator]
-            return
-        for child, n in p.parts:
-            visit(child, times * n)
 
-    visit(part, 1)
-    return [(block, n) for block, n in counts.values()]  # type: ignore[misc]
+def block_counts(part: Part, seen: dict[int, BlockCounts] | None = None) -> BlockCounts:
+    """Every distinct block and how often it runs: the fold that counts. `seen` carries counts of parts (by identity) along."""
+    seen = {} if seen is None else seen
+    known = seen.get(id(part))
+    if known is not None:
+        return known
+    if isinstance(part, Block):
+        counts = [(part, 1)]
+    else:
+        places: dict[int, int] = {}
+        counts = []
+        for child, times in part.parts:
+            for block, n in block_counts(child, seen):
+                place = places.setdefault(id(block), len(counts))
+                if place == len(counts):
+                    counts.append((block, n * times))
+                else:
+                    counts[place] = (block, counts[place][1] + n * times)
+    seen[id(part)] = counts
+    return counts
 
 
 class RankProgram(NamedTuple):

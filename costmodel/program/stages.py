@@ -29,6 +29,11 @@ class PipelineRank:
         builder = self.builders[slot.stage]
         return builder.forward_slot(slot.micro) if slot.kind == FORWARD else builder.backward_slot(slot.micro)
 
+    @property
+    def parts(self) -> Seq:
+        """A steady step by what it runs, not by when."""
+        return Seq(((self.before, 1), *((self.part(slot), n) for slot, n in self.counts), (self.after, 1)))
+
 
 def build_pipeline(run: Run) -> Program:
     """The program of every pipeline rank; each is a role of its own."""
@@ -49,14 +54,18 @@ def build_pipeline(run: Run) -> Program:
         by_stage[stage.number] = kinds[key]
     assert like is not None
     ranks, roles = [], []
+    around: dict[tuple[int, ...], tuple[Seq, Seq, Seq, Seq]] = {}
     for r in range(p.pp):
         mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
         order = p.schedule, p.pp, p.virtual_stages, m, r
-        rank = PipelineRank(slot_counts(*order), mine, _before(run, mine, False), _after(run, mine, False))
+        alike = tuple(id(b) for b in mine.values())
+        if alike not in around:
+            around[alike] = (_before(run, mine, False), _after(run, mine, False), _before(run, mine, True), _after(run, mine, True))
+        before, after, first_before, first_after = around[alike]
+        rank = PipelineRank(slot_counts(*order), mine, before, after)
         middle = Seq(tuple((Seq(tuple((rank.part(slot), 1) for slot in slots)), count) for slots, count in slot_pattern(*order)))
         role = f"pipeline rank {r}"
-        step = seq(rank.before, middle, rank.after)
-        first_step = seq(_before(run, mine, True), middle, _after(run, mine, True))
+        step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
         ranks.append(rank)
         roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
@@ -94,10 +103,10 @@ def _before(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
 
 def _after(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
     """Reduce what waits for the last micro-batch, sum a tied embedding's gradient, update."""
-    parts: list[Part] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=(
+    parts: list[Part | tuple[Part, int]] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=(
         *_inputs(run, mine), *(t for b in mine.values() for t in b.links.at_end(b.kept_output())))),))]
     for b in mine.values():
-        parts.append(Block("stage", "backward", tuple(b.strategy.after_micro_batches())))
+        parts += [(Block("stage", "backward", tuple(ops)), n) for ops, n in b.strategy.after_micro_batches()]
     ends = _ends(run, mine)
     if run.model.tied_embeddings and any(ends):
         b = next(iter(mine.values()))

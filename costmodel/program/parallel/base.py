@@ -149,8 +149,8 @@ class Strategy:
     def backward_end(self, micro: str) -> list[Op]:
         return []
 
-    def after_micro_batches(self) -> list[Op]:
-        """Under a pipeline: what waits until the last micro-batch is done."""
+    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
+        """Under a pipeline, what waits until the last micro-batch is done: ops, and how often they repeat."""
         return []
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:

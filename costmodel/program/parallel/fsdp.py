@@ -304,20 +304,20 @@ class FSDP(Strategy):
             ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
         return ops
 
-    def after_micro_batches(self) -> list[Op]:
+    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
         """Every group's whole gradients are reduced, the root's first; parameters are resharded."""
         if not self.pipelined:
             return []
-        ops: list[Op] = []
-        previous: str | None = None
-        for group in (ROOT, *[LAYER] * self.inventory.layers):
-            more = self._reduce(group, FINISH, previous)
-            ops += more
-            previous = group if more else previous
+        root, layers = self._reduce(ROOT, FINISH, None), self.inventory.layers
+        out = [(root, 1)]
+        previous = ROOT if root else None
+        if layers:
+            out += [(self._reduce(LAYER, FINISH, previous), 1), (self._reduce(LAYER, FINISH, LAYER), layers - 1)]
+            previous = LAYER
         if previous:
             last = Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, self.precision.reduce))
-            ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
-        return ops
+            out.append(([Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,))], 1))
+        return out
 
     def clip(self, u: Update) -> list[Op]:
         """Norms of the local shards, and one all-reduce of all of them over each mesh axis (a partial DTensor: an element a parameter)."""
