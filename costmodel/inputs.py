@@ -126,7 +126,7 @@ def unknown_keys(section: str, given: Mapping[str, Any], known: tuple[str, ...])
     """Refuse a key that the section does not have, with the nearest one it has."""
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
+            close = [k for k in known if len(str(key)) > 2 and k.startswith(str(key))] or difflib.get_close_matches(str(key), known, 1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(known)}."
             if not section and (homes := [f"{home}.{key}" for home, fields in _SECTIONS.items() if key in fields]):
                 hint = f"Did you mean {' or '.join(homes)}?"
@@ -162,7 +162,7 @@ def _build(kind: type[S], fields: Mapping[str, Any]) -> S:
 
 def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     model, params = given.get("model"), given.get("params")
-    if model is not None and params is not None:
+    if model is not None and params is not None and (not isinstance(model, Mapping) or model.keys() & SIZES):
         raise PlanError("params", params, "both a model and a parameter count are given.", "Give one of the two.")
     if params is not None:
         if not isinstance(params, str | int | float) or isinstance(params, bool):
@@ -172,7 +172,11 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
         except OverflowError:
             raise PlanError("params", params, "is not a finite number of parameters.", "Write it as 350M, 1B or 70e9.") from None
         assumed["model"] = shape.shape_rule
-        return shape
+        if not isinstance(model, Mapping):
+            return shape
+        unknown_keys("model", model, tuple(Model.model_fields))
+        assumed["model"] += f"; then {', '.join(model)} as given"
+        return _build(Model, {**_fields_of(shape, model), **model})
     if model is None:
         raise PlanError("model", None, "a run needs a model.", "Use --params 1B, or --model llama-3-8b.")
     if isinstance(model, Model):
@@ -184,12 +188,15 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     fields = dict(model)
     base = fields.pop("base", None)
     unknown_keys("model", fields, tuple(Model.model_fields))
-    return _build(Model, fields if base is None else {**_base_fields(str(base), fields), **fields})
+    return _build(Model, fields if base is None else {**_fields_of(catalog.model(str(base)), fields), **fields})
 
 
-def _base_fields(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a catalogue model that a changed copy keeps; what followed from a changed field follows again."""
-    base = catalog.model(name)
+SIZES = frozenset({"base", "layers", "hidden", "heads", "ffn"})
+"""Fields of a model that a parameter count decides."""
+
+
+def _fields_of(base: Model, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a model that a changed copy keeps; what followed from a changed field follows again."""
     fields = {**base.model_dump(), "name": f"{base.name}, changed", "shape_rule": ""}
     if "hidden" in changes and base.embedding_dim == base.hidden:
         del fields["embedding_dim"]

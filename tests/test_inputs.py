@@ -199,3 +199,16 @@ def test_any_input_gives_a_run_or_a_plan_error(fields: dict[str, Any]) -> None:
     except PlanError as error:
         assert error.rule
         assert error.fix
+
+
+def test_a_parameter_count_and_a_field_that_is_no_size() -> None:
+    run = build_run(params="1B", model={"tied_embeddings": False})
+    tied = build_run(params="1B").model
+    assert (run.model.tied_embeddings, run.model.layers, run.model.hidden) == (False, tied.layers, tied.hidden)
+    assert run.model.params == tied.params + tied.vocab * tied.hidden
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", {"base": "llama-3-8b"}, {"layers": 4}])
+def test_a_parameter_count_and_a_shape_are_too_much(model: Any) -> None:
+    with pytest.raises(PlanError, match="both a model and a parameter count"):
+        build_run(params="1B", model=model)

@@ -94,8 +94,9 @@ def _bare(given: Given) -> tuple[str, int, int, int]:
         raise InputError(f"--virtual-stages {v}: schedule {name} has one stage a rank. Use --schedule interleaved, or --virtual-stages 1.")
     if name == "interleaved" and v == 1:
         raise InputError("--virtual-stages 1: an interleaved schedule has at least 2 stages a rank. Use --virtual-stages 2, or --schedule 1f1b.")
-    if name == "interleaved" and m % p:
-        raise InputError(f"--micro-batches {m}: the interleaved schedule needs micro-batches in multiples of pp = {p}. "
+    rounds = max(1, m // p)
+    if name == "interleaved" and m % rounds:
+        raise InputError(f"--micro-batches {m}: the interleaved schedule needs micro-batches in {rounds} equal rounds. "
                          f"Use --micro-batches {max(p, round(m / p) * p)}.")
     return name, p, v, m
 

@@ -95,8 +95,10 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
     if p.pp > 1 and p.schedule == "interleaved" and p.virtual_stages == 1:
         yield PlanError("plan.virtual_stages", 1, "an interleaved schedule has at least 2 stages a rank.",
                         "Use virtual_stages = 2, or schedule = 1f1b.")
-    if p.pp > 1 and p.schedule == "interleaved" and run.recipe.grad_accum % p.pp:
-        yield PlanError("recipe.grad_accum", run.recipe.grad_accum, f"the interleaved schedule needs micro-batches in multiples of pp = {p.pp}.",
+    rounds = max(1, run.recipe.grad_accum // p.pp) if p.framework == "pytorch" else 0
+    if p.pp > 1 and p.schedule == "interleaved" and run.recipe.grad_accum % (rounds or p.pp):
+        rule = f"in {rounds} equal rounds" if rounds else f"in multiples of pp = {p.pp}"
+        yield PlanError("recipe.grad_accum", run.recipe.grad_accum, f"the interleaved schedule needs micro-batches {rule}.",
                         f"Use grad_accum = {_multiple(run.recipe.grad_accum, p.pp)}.")
     if p.stage_layers and (len(p.stage_layers) != stages or sum(p.stage_layers) != m.layers or min(p.stage_layers) < 0):
         yield PlanError("plan.stage_layers", list(p.stage_layers), f"it must list {stages} stages that sum to {m.layers} layers.",

@@ -65,7 +65,7 @@ def test_one_stage_a_rank_runs_in_torch_s_order(name: str, kind: Any) -> None:
 def test_interleaved_stages_run_in_torch_s_order() -> None:
     for p in (2, 3, 4, 8):
         for v in (2, 3, 4):
-            for m in (p, 2 * p, 5 * p):
+            for m in (1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 2, 5 * p):
                 rounds = max(1, m // p)
                 schedule = SimpleNamespace(n_local_stages=v, pp_group_size=p, _n_microbatches=m, microbatches_per_round=m // rounds)
                 for rank in range(p):
