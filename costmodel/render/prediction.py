@@ -290,6 +290,6 @@ def _basis(report: StepReport, page: Page) -> None:
     kinds: dict[str, list[str]] = {}
     for name, basis in report.basis.items():
         kinds.setdefault(basis, []).append(name.replace("_", " "))
-    meaning = {"exact": "counted", "modelled": "from a formula", "fitted": "calibrated on measurements", "guess": "data sheets only"}
+    meaning = {"exact": "counted", "modelled": "walked through the program", "fitted": "calibrated on measurements", "guess": "data sheets only"}
     page.heading("HOW SURE")
     page.pairs([(kind, f"{', '.join(kinds[kind])} ({why})") for kind, why in meaning.items() if kind in kinds])
