@@ -179,15 +179,14 @@ def block_counts(part: Part, seen: dict[int, BlockCounts] | None = None) -> Bloc
     if isinstance(part, Block):
         counts = [(part, 1)]
     else:
-        places: dict[int, int] = {}
-        counts = []
+        totals: dict[Block, int] = {}
         for child, times in part.parts:
-            for block, n in block_counts(child, seen):
-                place = places.setdefault(id(block), len(counts))
-                if place == len(counts):
-                    counts.append((block, n * times))
-                else:
-                    counts[place] = (block, counts[place][1] + n * times)
+            if isinstance(child, Block):
+                totals[child] = totals.get(child, 0) + times
+            else:
+                for block, n in block_counts(child, seen):
+                    totals[block] = totals.get(block, 0) + n * times
+        counts = list(totals.items())
     seen[id(part)] = counts
     return counts
 
