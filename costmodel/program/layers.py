@@ -118,14 +118,14 @@ class Walk:
         backs = [Back("dgrad", "matmul", 0, flops, moved, (1, m, out, width), n.act),
                  Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param,
                       temp_bytes=source.nbytes if source.regather else 0)]
-        if n.autocast:
-            backs.append(self._cast_back(weight))
         if bias:
             b = Param("head.bias" if name == "embedding" else f"{name}.bias", (out,))
-            at = len(backs) if n.autocast else 1
-            backs.insert(at, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
-            if n.autocast:
-                backs.append(self._cast_back(b))
+            backs.insert(2 if n.autocast else 1, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
+        if n.autocast:
+            for at, param in enumerate((weight, b) if bias else (weight,), 1):
+                low = Tensor(f"{param.name}.grad.{n.act}", "temporaries", param.numel * self.e)
+                backs[at] = backs[at]._replace(opens=low)
+                backs.append(self._cast_back(param)._replace(temp_bytes=0, closes=low, apart=True))
         if source.regather:
             again = self.tp.comm("all-gather", source.nbytes, source.dtype)
             backs.insert(0, Back("regather", "collective", None, comm=again, dtype=source.dtype, temp_bytes=source.nbytes))
@@ -329,7 +329,7 @@ class Walk:
             for view in views:
                 view.own_bytes = 0
             views[-1].own_bytes = total
-        backs = tuple(b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
+        backs = tuple(b if b.apart else b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
         cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total)
         self.tape.record(node.name, node.kind, node.inputs, views, saved=node.saved, extra=node.extra, backs=(cat, *backs),
                          flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)

@@ -62,6 +62,11 @@ class Back(NamedTuple):
     """Elements of the gradient it gives, where that is not the parameter's size."""
     release: bool = False
     """Only frees what the node kept for backward, which what follows re-uses in place."""
+    opens: Tensor | None = None
+    """Left for a later kernel of this backward, which closes it."""
+    closes: Tensor | None = None
+    apart: bool = False
+    """A node of its own that runs next: what this node kept is released before it."""
 
 
 class Node(NamedTuple):
@@ -224,7 +229,7 @@ class Tape:
         again = [op._replace(again=True) for op in inner.tape.forward((), until=inner.tape.recompute_until)]
         ops: list[Op | GradReady] = [*again, *inner.tape.backward(inner.exit)]
         if frees:
-            _free_after(ops, 0, list(frees), node.name)
+            _free_after(ops, 0, len(ops), list(frees), node.name)
         for v in node.inputs:
             made = _Grad(f"grad:{v.name}", v.nbytes)
             assert id(v) not in grads, "an input of a checkpointed stretch has one use"
@@ -257,7 +262,7 @@ class Tape:
             if node.inner:
                 ops += self._inner_backward(node, node.inner, grads, tuple(frees))
                 continue
-            last = len(ops)
+            start = end = len(ops)
             meetings: list[Op] = []
             for back in node.backs:
                 if back.release:
@@ -270,6 +275,10 @@ class Tape:
                 if back.temp_bytes:
                     temp = (Tensor(f"{node.name}.{back.name}.temp", "temporaries", back.temp_bytes),)
                     allocs += temp
+                if back.opens:
+                    allocs.append(back.opens)
+                if back.closes:
+                    temp += (back.closes,)
                 if isinstance(back.gives, int):
                     target = node.inputs[back.gives]
                     if not target.grad:
@@ -296,13 +305,15 @@ class Tape:
                                   back.kernels, tuple(allocs), temp, back.comm))
                 if ready:
                     ops.append(ready)
+                if not back.apart:
+                    end = len(ops)
             for source in out_grads:
                 source.refs -= 1
                 if source.refs == 0:
                     frees.append(Tensor(source.name, "temporaries", source.nbytes))
             frees += kept
             if frees:
-                _free_after(ops, last, frees, node.name)
+                _free_after(ops, start, end, frees, node.name)
             ops.extend(meetings)
         return ops
 
@@ -342,11 +353,11 @@ def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op
               allocs=(Tensor(new.name, "temporaries", new.nbytes),), frees=tuple(freed))
 
 
-def _free_after(ops: list[Op | GradReady], first: int, frees: list[Tensor], name: str) -> None:
-    """Attach releases to the last op a node's backward emitted, so that they happen when all of it has run."""
-    for i in range(len(ops) - 1, first - 1, -1):
+def _free_after(ops: list[Op | GradReady], start: int, end: int, frees: list[Tensor], name: str) -> None:
+    """Attach releases to the last op that a node's backward emitted, ops[start:end], so that they happen when all of it has run."""
+    for i in range(end - 1, start - 1, -1):
         op = ops[i]
         if isinstance(op, Op):
             ops[i] = op.freeing(tuple(frees))
             return
-    ops.append(Op(f"{name}.release", "memory", kernels=0, frees=tuple(frees)))
+    ops.insert(end, Op(f"{name}.release", "memory", kernels=0, frees=tuple(frees)))
