@@ -5,6 +5,7 @@ from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build, single_builder
 from costmodel.program.ir import BlockCounts, Comm, block_counts
+from costmodel.program.layers import resolved_attention
 from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.simulate import Scan, seconds, step_time
@@ -45,7 +46,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
         scaling=_scaling(run, program, scan, prices.fixed, slowest.step_s) if scaling else None,
-        bound_by=_bound_by(slowest), notes=tuple(_notes(run, constants, program)), basis=_basis(constants, run))
+        bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times)), basis=_basis(constants, run))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------
@@ -161,9 +162,24 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
         notes.append(f"ZeRO-{p.zero} over one rank shards nothing.")
     if p.zero == 3 and p.framework == "pytorch" and r.grad_accum > 1 and not p.sync_each_micro_batch:
         notes.append("Accumulating under FSDP without reducing keeps whole gradients in the reduce dtype on every rank.")
+    if resolved_attention(run) == "math" and r.attention == "sdpa" and run.cluster.accelerator.kernel_table == "cuda":
+        notes.append(f"scaled_dot_product_attention has no fused kernel for {r.precision.compute} with grouped queries or this head size: it takes the "
+                     "composed one, which keeps the score matrix.")
     if m.attention_pattern != "global" and not m.sliding_window:
         notes.append("Attention is counted as global in every layer.")
     return notes
+
+
+def _uneven(run: Run, times: list[TimeReport]) -> list[str]:
+    """A pipeline waits for its slowest rank: said where that works a tenth longer than the mean."""
+    if run.plan.pp == 1:
+        return []
+    work = [t.step_s - (t.bubble_s or 0.0) for t in times]
+    slowest, mean = max(range(len(work)), key=work.__getitem__), sum(work) / len(work)
+    if work[slowest] <= 1.1 * mean:
+        return []
+    return [f"Pipeline rank {slowest} works {100 * (work[slowest] / mean - 1):.0f}% longer than the mean, and the others wait for it: give it fewer layers "
+            "with plan.stage_layers."]
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:

@@ -7,7 +7,7 @@ from costmodel.catalog.files import Folder, entry_names, read_aliases
 from costmodel.spec.base import PlanError
 
 _FIELD: dict[Folder, str] = {"models": "model", "accelerators": "gpu", "nodes": "cluster"}
-_LISTED_AS: dict[Folder, str] = {"models": "models", "accelerators": "accelerators", "nodes": "clusters"}
+_LISTED_AS: dict[Folder, str] = {"models": "models", "accelerators": "gpus", "nodes": "clusters"}
 _SAME_ENTRY: dict[Folder, frozenset[str]] = {
     "models": frozenset({"meta", "hf", "base", "chat", "instruct", "it"}),
     "accelerators": frozenset({"nvidia", "tesla", "geforce", "quadro", "amd", "instinct", "intel", "google", "gpu"}),

@@ -212,6 +212,8 @@ def _override(base: Profile, path: Path) -> Profile:
     """Constants of a user's file on top of the shipped ones; every mistake names its key."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise PlanError("profile", path, "the file is not UTF-8 text.", "Save it as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
         raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
     label = data.pop("name", path.stem)

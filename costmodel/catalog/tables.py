@@ -110,7 +110,7 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
     Strategy("zero1", "the batch", "optimizer states and master weights",
              "reduction of gradients in backward, then all-gather of updated parameters after the optimizer step: together 2(n-1)/n of the parameters' bytes "
              "where gradients are reduce-scattered, 3(n-1)/n where they are all-reduced",
-             "in Megatron, a stage other than the distributed optimizer's", True, _ZERO),
+             "Megatron, which has the distributed optimizer instead", True, _ZERO),
     Strategy("zero2", "the batch", "optimizer states, master weights and gradients",
              "reduce-scatter of gradients in each backward, all-gather of updated parameters after the optimizer step: 2(n-1)/n of the parameters' bytes "
              "with one micro-batch", "pipeline parallelism (DeepSpeed)", True, _ZERO),
@@ -119,7 +119,8 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
              "in every micro-batch", "pipeline parallelism (DeepSpeed)", True, _ZERO),
     Strategy("fsdp", "the batch", "optimizer states, gradients and parameters, per wrapped module",
              "all-gather of each module's parameters before its forward and, where it resharded, before its backward; reduce-scatter of its gradients after "
-             "its backward: 3(n-1)/n of the parameters' bytes, or 2(n-1)/n without resharding", "nothing that DDP allows", True,
+             "its backward: 3(n-1)/n of the parameters' bytes, or 2(n-1)/n without resharding",
+             "parameters that are changed outside forward and backward", True,
              "Zhao et al. 2023 (arXiv 2304.11277); torch.distributed.fsdp.fully_shard"),
     Strategy("hsdp", "the batch", "as fsdp, within a group of dp_shard ranks; the groups are replicas",
              "fsdp's collectives within a group, then all-reduce of each gradient shard across groups",

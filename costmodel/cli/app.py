@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.cli import listing
-from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, set_debug
+from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
@@ -54,6 +54,8 @@ def predict(
     """
     from costmodel.catalog.profiles import load_profile
     from costmodel.prediction import predict as predict_run
+    if output is not None and given.read_from(output):
+        raise InputError(f"-o {output}: the answer would overwrite the file that the run was read from. Use another name.")
     resolved = given.resolve()
     with given.naming():
         profile = load_profile(resolved.run, given.profile)

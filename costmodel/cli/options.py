@@ -115,6 +115,12 @@ class Given:
 
     mapping: dict[str, Any]
     origins: dict[str, Origin]
+    file: Path | None = None
+    """The run file it came from."""
+
+    def read_from(self, path: Path) -> bool:
+        """Whether the run was read from this very file."""
+        return self.file is not None and path.exists() and path.samefile(self.file)
 
     @property
     def profile(self) -> str | None:
@@ -197,7 +203,7 @@ def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]
         value = toml_scalar(written.strip())
         _drop_rivals(mapping, origins, field, value)
         _assign(mapping, origins, field, value, Origin(f"--set {field}={shown(written)}", True))
-    return Given(mapping, origins)
+    return Given(mapping, origins, run_file)
 
 
 def also(given: Given, field: str, value: Any, text: str) -> Given:
@@ -205,7 +211,7 @@ def also(given: Given, field: str, value: Any, text: str) -> Given:
     import copy
     mapping, origins = copy.deepcopy(given.mapping), dict(given.origins)
     _assign(mapping, origins, field, value, Origin(text, True))
-    return Given(mapping, origins)
+    return Given(mapping, origins, given.file)
 
 
 def toml_scalar(text: str) -> Any:

@@ -55,7 +55,8 @@ def numbers_of(run: Run) -> Numbers:
 def resolved_attention(run: Run) -> str:
     """The kernel that runs: PyTorch's SDPA takes FlashAttention-2 on 16-bit CUDA inputs, memory-efficient attention on fp32.
 
-    The memory-efficient kernel has no grouped queries: with fewer key heads the math path runs, as it does on a CPU with dropout.
+    The memory-efficient kernel has no grouped queries: with fewer key heads the math path runs (unless keys are repeated first), as it does on a
+    CPU with dropout.
     Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     r, acc = run.recipe, run.cluster.accelerator
@@ -66,7 +67,7 @@ def resolved_attention(run: Run) -> str:
     low = r.precision.compute in ("bf16", "fp16", "fp8") and run.model.head_dim <= 256
     if low and acc.architecture not in ("volta", "turing", "pascal"):
         return "fa2"
-    return "efficient" if run.model.heads == run.model.kv_heads else "math"
+    return "efficient" if run.model.heads == run.model.kv_heads or r.expand_kv else "math"
 
 
 class Walk:

@@ -127,7 +127,7 @@ def _clip(run: Run, builders: list[Builder]) -> list[Op]:
     whole = updates[0]._replace(numel=sum(u.numel for u in updates), tensors=sum(u.tensors for u in updates))
     ops = strategies[0].clip(whole)
     for s in strategies[1:]:
-        ops[1:1] = s.norm_sums() if s.tensor_alone else []
+        ops[1:1] = s.norm_sums() if s.late_norms else []
     each = DTYPE_BYTES[whole.grad]
     total = Comm("pp", "all-reduce", each, each, each, whole.grad, run.plan.pp)
     return [*ops[:-1], Op("clip.all_reduce", "collective", dtype=whole.grad, comm=total), *ops[-1:]]

@@ -46,7 +46,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "profiles": (Column("name", lambda e: e["name"]), Column("constants", lambda e: e["kind"])),
     "strategies": (
         Column("name", lambda e: e.name), Column("predicted", lambda e: "yes" if e.predicted else "not yet"),
-        Column("divides, shards, sends, forbids", lambda e: f"divides {e.divides}. Shards {e.shards}. Sends {e.sends}. Not with {e.forbids}.")),
+        Column("divides, shards, sends, forbids", lambda e: f"divides {e.divides}. Shards {e.shards}. Sends {e.sends}. Not for {e.forbids}.")),
     "precisions": (
         Column("name", lambda e: e.name), Column("bits", lambda e: str(e.bits), ">"), Column("exponent", lambda e: str(e.exponent_bits), ">"),
         Column("mantissa", lambda e: str(e.mantissa_bits), ">"), Column("range", lambda e: f"{e.smallest_normal:.3g} to {e.largest:.4g}"),

@@ -69,7 +69,7 @@ def test_a_mirror_of_a_hub_model_is_not_taken_for_it_in_silence():
 
 
 def test_unknown_accelerators_and_clusters_name_their_own_list():
-    with pytest.raises(PlanError, match=r"gpu = h101: .*h100_sxm.*`costmodel list accelerators`"):
+    with pytest.raises(PlanError, match=r"gpu = h101: .*h100_sxm.*`costmodel list gpus`"):
         accelerator("h101")
     with pytest.raises(PlanError, match=r"cluster = dgx-h10: .*dgx_h100.*`costmodel list clusters`"):
         node_shape("dgx-h10")

@@ -142,3 +142,19 @@ def test_random_input_never_gives_a_traceback(flags: list[Any], assignments: lis
     if result.exit_code == 2:
         assert result.stdout == ""
         assert result.stderr
+
+
+def test_an_answer_does_not_overwrite_the_run_that_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('params = "1B"\n', encoding="utf-8")
+    result = call(f"predict {path} -o {path}")
+    assert (result.exit_code, path.read_text(encoding="utf-8")) == (2, 'params = "1B"\n')
+    assert "would overwrite the file" in result.output
+
+
+def test_a_profile_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    result = call(f"predict --params 1B --profile {path}")
+    assert result.exit_code == 2
+    assert "not UTF-8" in result.output

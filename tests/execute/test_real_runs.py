@@ -109,8 +109,8 @@ def test_two_real_ranks_take_the_bytes_and_send_the_collectives_of_the_dry_run(n
     plan = dict(STRATEGIES[name])
     role = report(observe(cpu_run(LLAMA, plan.pop("strategy"), 2, **plan)), 0).roles[0]
     assert role.memory is not None
-    late = real["states"].pop("temporaries", 0)  # gloo's thread may still hold the last number that was reduced
-    assert late <= 4
+    late = real["states"].pop("temporaries", 0)  # gloo's thread may still hold the last tensor that was reduced
+    assert late <= max((c.message_bytes for c in role.collectives or () if c.phase == "optimizer"), default=4)
     assert real["states"] == role.memory.states
     assert real["activations"] == role.memory.activations_bytes
     assert real["phases"]["steady step"] == role.memory.allocated.total_bytes

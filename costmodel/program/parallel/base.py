@@ -114,6 +114,11 @@ class Strategy:
         return self.plan.tp > 1 and self.plan.framework == "pytorch" and self.plan.zero != 3
 
     @property
+    def late_norms(self) -> bool:
+        """Norm gradients are summed over the tp ranks when they are clipped or used."""
+        return self.tensor_alone
+
+    @property
     def gradient_dtype(self) -> str:
         return self.precision.gradient
 

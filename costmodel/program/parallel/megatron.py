@@ -103,13 +103,34 @@ class MegatronDP(Strategy):
             return [Op("megatron.wait", "wait", kernels=0, event="grads")]
         return [self._reduce(size, "") for size in self.buckets.sizes]
 
+    @property
+    def late_norms(self) -> bool:
+        return self.plan.tp > 1
+
+    def norm_sums(self) -> list[Op]:
+        """Gradients of what every tp rank holds, flat, in one all-reduce (core/distributed/finalize_model_grads.py): norms, and under
+        sequence parallelism the biases of row-parallel matmuls; queries' and keys' norms always."""
+        sp, inv = self.plan.sequence_parallel, self.inventory
+        total = sum(p.numel * n for p, n in inv.norms if sp or ".q_norm" in p.name or ".k_norm" in p.name)
+        if sp:
+            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in ("attention.out.bias", "mlp.down.bias"))
+        dtype = self.precision.gradient
+        if not total or not self.late_norms:
+            return []
+        return [collective("tp", "all-reduce", self.plan.tp, nbytes(total, dtype), dtype, name="norm_gradients.all_reduce")]
+
     def clip(self, u: Update) -> list[Op]:
         ops = clip_ops(u.numel, u.tensors, u.grad)
         if self.shards > 1:
             ops.insert(1, collective(self.axis, "all-reduce", self.shards, 4, "fp32", name="clip.all_reduce"))
-        return ops
+        return [*self.norm_sums(), *ops]
 
     def step(self, role: str, first: bool) -> list[Op]:
+        if not self.recipe.clip_norm:
+            return [*self.norm_sums(), *self._step(role, first)]
+        return self._step(role, first)
+
+    def _step(self, role: str, first: bool) -> list[Op]:
         p = self.precision
         copy = (Tensor("fp32 gradient copy", "temporaries", nbytes(self.local, "fp32")),) if p.master and p.gradient != "fp32" else ()
         moved = float(nbytes(self.local, p.gradient) + nbytes(self.local, "fp32"))

@@ -5,7 +5,7 @@ embedding and the head by vocabulary. Sends, per layer and micro-batch, over the
 after out and after down in forward, and of the gradient entering each block in backward (2 + 2); with it, an all-gather before and a
 reduce-scatter after each block instead, and the mirror of that in backward; the residual stream, norms and dropout then work on 1/t of
 the tokens. Megatron saves the 1/t input and gathers it again in backward (4 all-gathers + 2 reduce-scatters); DTensor keeps the gathered
-one. Replicated norm weights under sequence parallelism add an all-reduce of their gradients.
+one. Under sequence parallelism the gradients of replicated weights (norms) are all-reduced: by Megatron once a step, all together.
 Sources: arXiv 1909.08053 (f and g), arXiv 2205.05198 (sequence parallelism); torch/distributed/tensor/parallel/style.py;
 NVIDIA/Megatron-LM core/tensor_parallel/layers.py.
 """
@@ -52,7 +52,7 @@ class TensorParallel:
         self.t = p.tp
         self.sp = p.sequence_parallel and p.tp > 1
         self.megatron = p.framework == "megatron"
-        self.late = p.zero != 3 or p.pp > 1 or run.micro_batches > 1 and not p.sync_each_micro_batch
+        self.late = self.megatron or p.zero != 3 or p.pp > 1 or run.micro_batches > 1 and not p.sync_each_micro_batch
         self.loss_parallel = p.tp > 1 and (p.loss_parallel or self.megatron)
 
     @staticmethod
@@ -132,8 +132,9 @@ class TensorParallel:
 
     @property
     def sums_norms_late(self) -> bool:
-        """Where no FSDP reduces in every micro-batch, DTensor leaves a norm's gradient a partial sum until somebody asks for it."""
-        return self.t > 1 and not self.megatron and self.late
+        """Where no FSDP reduces in every micro-batch, DTensor leaves a norm's gradient a partial sum until somebody asks for it, and
+        Megatron until all micro-batches are done."""
+        return self.t > 1 and self.late
 
     def loss_sums(self, w: "Walk", tokens: int, name: str, dtype: str = "fp32") -> None:
         """The small all-reduces of a vocabulary-parallel cross-entropy: the largest logit, the sum of exponentials, the target's."""
