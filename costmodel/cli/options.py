@@ -147,6 +147,7 @@ class Given:
 
     def message(self, error: "PlanError") -> str:
         """The error as one line: where the value was written, the value, the rule, what works."""
+        error = self._as_written(error)
         field = self._written_field(error.field)
         if field is not None:
             about = self._subject(field, error.value)
@@ -156,6 +157,20 @@ class Given:
             about = subject(error) if inside is None else self._table(error.field, inside)
         by_flag = field is not None and self.origins[field].text.startswith("--") and not self.origins[field].text.startswith("--set")
         return f"{about}: {error.rule} {as_flags(error.fix) if by_flag else error.fix}"
+
+    def _as_written(self, error: "PlanError") -> "PlanError":
+        """An error about a derived field in terms of what was given: a batch for the accumulation, a strategy for a ZeRO stage."""
+        from costmodel.spec import PlanError
+        field, value, rule, fix = error.field, error.value, error.rule, error.fix
+        if "plan.strategy" in self.origins and "plan.zero" not in self.origins:
+            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {('ddp', 'zero1', 'zero2', 'fsdp')[int(stage[1])]}", fix)
+            if field == "plan.zero":
+                field, value = "plan.strategy", self.mapping["plan"]["strategy"]
+        if field == "recipe.grad_accum" and isinstance(value, int) and field not in self.origins and "recipe.global_batch" in self.origins:
+            batch = self.mapping["recipe"]["global_batch"]
+            fix = re.sub(r"\bgrad_accum = (\d+)", lambda count: f"global_batch = {int(count[1]) * (batch // value)}", fix)
+            field, value, rule = "recipe.global_batch", batch, f"it makes grad_accum = {value}, and {rule}"
+        return PlanError(field, value, rule, fix)
 
     def _written_field(self, field: str) -> str | None:
         """The written field an error is about: itself, the table around it, or the only one of that last name."""

@@ -60,7 +60,7 @@ def _degrees(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.dp_replicate", p.dp_replicate, f"PyTorch's ZeRO-{p.zero} shards over all data-parallel ranks.",
                         f"Use dp_shard = {p.dp} and dp_replicate = 1.")
     if p.framework == "megatron" and p.zero > 1:
-        yield PlanError("plan.zero", p.zero, "Megatron's distributed optimizer is ZeRO-1.", "Use zero = 1 or 0, or another framework.")
+        yield PlanError("plan.zero", p.zero, "Megatron's distributed optimizer is ZeRO-1.", "Use zero = 1, zero = 0, or another framework.")
     if p.framework == "deepspeed" and p.dp_replicate > 1 and p.zero > 0:
         yield PlanError("plan.dp_replicate", p.dp_replicate, "DeepSpeed's ZeRO shards over all data-parallel ranks.",
                         f"Use dp_shard = {p.dp} and dp_replicate = 1.")

@@ -20,6 +20,11 @@ from costmodel.cli.options import FLAGS
     ("--params 1B --zero three", "error: --zero three: must be a whole number. Use --zero 3."),
     ("--params 1B --gpus 12", "error: --gpus 12: more than one node is used whole: gpus must be a multiple of gpus_per_node = 8. Use --gpus 8 or 16."),
     ("--params 1B --gpus 8 --tp 3", "error: plan: tp x pp x cp = 3: it must divide the 8 GPUs. Use --gpus 9."),
+    ("--params 7B --gpus 8 --strategy zero1 --tp 2",
+     "error: --tp 2: PyTorch's tensor parallelism goes with FSDP or HSDP alone. Use --strategy fsdp, or --framework megatron."),
+    ("--params 7B --gpus 8 --strategy ddp --pp 8 --global-batch 4 --precision bf16-pure",
+     "error: --global-batch 4: it makes grad_accum = 4, and PyTorch's 1F1B needs at least as many micro-batches as stages, 8. "
+     "Use --global-batch 8, or --schedule gpipe."),
     ("--params 1B --zero 3 --strategy ddp", "error: --zero 3: strategy ddp means zero = 0. Leave zero out, or the strategy."),
     ("--params 1B --model llama-3-8b", "error: --params 1B and --model llama-3-8b: a run has one model. Give one of the two."),
     ("--params 1B --attention fa3 --gpu a100", "error: --attention fa3: FlashAttention-3 is for Hopper, and a100_sxm_80gb is ampere. "

@@ -64,7 +64,10 @@ class TensorParallel:
         if m.norm_placement == "post":
             yield PlanError("plan.tp", p.tp, "tensor parallelism of post-norm layers: not predicted yet.", "Use tp = 1.")
         if p.framework == "deepspeed" or p.zero in (1, 2) and p.framework == "pytorch" or p.zero == 0 and p.dp > 1 and p.framework == "pytorch":
-            yield PlanError("plan.tp", p.tp, "in this dialect tensor parallelism goes with FSDP or HSDP alone.", "Use zero = 3, or framework = megatron.")
+            torch = p.framework == "pytorch"
+            yield PlanError("plan.tp", p.tp, "PyTorch's tensor parallelism goes with FSDP or HSDP alone." if torch else
+                            "DeepSpeed's tensor parallelism: not predicted yet.",
+                            f"Use {'zero = 3' if torch else 'framework = pytorch'}, or framework = megatron.")
         if r.precision.autocast:
             yield PlanError("recipe.precision", r.precision.name, "torch.autocast under DTensor: not predicted yet.",
                             "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
