@@ -260,20 +260,42 @@ def _paths(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield path
 
 
+def _follows(mapping: dict[str, Any], origins: dict[str, Origin], field: str) -> list[str]:
+    """Of a file that holds a whole cluster (an answer of --json): what follows again from a field of the cluster or a degree. The device
+    and the number of GPUs stay, unless the field says otherwise."""
+    cluster, section = mapping.get("cluster"), field.partition(".")[0]
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("accelerator"), Mapping) or section != "cluster" and field not in DEGREES:
+        return []
+    if section == "cluster":
+        mapping["cluster"] = {"gpu": cluster["accelerator"].get("name"), "gpus": None if field == "cluster.nodes" else cluster.get("gpus")}
+        for path in [path for path in origins if path.startswith("cluster.")]:
+            del origins[path]
+    return [path for path in ("plan.dp_replicate", "plan.dp_shard", "recipe.global_batch") if path != field and _from_file(origins, path)]
+
+
+BATCH = ("micro_batch", "grad_accum", "global_batch")
+DEGREES = frozenset({"plan.strategy", "plan.zero", "plan.tp", "plan.pp", "plan.cp", "plan.dp", "plan.dp_replicate", "plan.dp_shard"})
+
+
 def _drop_rivals(mapping: dict[str, Any], origins: dict[str, Origin], field: str, value: Any) -> None:
-    """Take out what says the same thing in other words: a model for params, a strategy for a ZeRO stage."""
-    rivals = {"params": ["model"], "model": ["params"]}.get(field, [])
+    """Take out what says the same thing in other words: a model for params, a strategy for a ZeRO stage, the batch figure of a file
+    that the two others give."""
+    rivals = [*{"params": ["model"], "model": ["params"]}.get(field, []), *_follows(mapping, origins, field)]
+    written = [f"recipe.{key}" for key in BATCH if f"recipe.{key}" in {*origins, field}]
+    if field in written and len(written) == 3:
+        rival = "recipe.grad_accum" if field == "recipe.global_batch" else "recipe.global_batch"
+        rivals += [rival] if _from_file(origins, rival) else []
     plan = mapping.get("plan")
     if isinstance(plan, dict):
         from costmodel.inputs import STRATEGY_FIELDS, strategy_key
         if field == "plan.strategy":
             means = STRATEGY_FIELDS.get(strategy_key(value), {})
-            rivals = [f"plan.{key}" for key in means if key in plan and _from_file(origins, f"plan.{key}")]
+            rivals += [f"plan.{key}" for key in means if key in plan and _from_file(origins, f"plan.{key}")]
         elif field.startswith("plan.") and plan.get("strategy") is not None and _from_file(origins, "plan.strategy"):
             means = STRATEGY_FIELDS.get(strategy_key(plan["strategy"]), {})
             if means.get(field.removeprefix("plan."), value) != value:
-                rivals = ["plan.strategy"]
-    for rival in rivals:
+                rivals.append("plan.strategy")
+    for rival in dict.fromkeys(rivals):
         section, _, key = rival.rpartition(".")
         inside = mapping.get(section) if section else mapping
         if isinstance(inside, dict):

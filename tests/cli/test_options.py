@@ -101,3 +101,18 @@ def test_a_prediction_can_be_given_back_as_a_run(tmp_path: Path) -> None:
     again = call(f"predict {first} --json")
     assert again.exit_code == 0
     assert json.loads(again.stdout)["run"] == json.loads(first.read_text())["run"]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("", (16, "h100_sxm", 3, 16, 1, 4, 64)), ("--gpu a100", (16, "a100_sxm_80gb", 3, 16, 1, 4, 64)), ("--gpus 32", (32, "h100_sxm", 3, 32, 1, 4, 128)),
+    ("--nodes 4", (32, "h100_sxm", 3, 32, 1, 4, 128)), ("--tp 2", (16, "h100_sxm", 3, 8, 1, 4, 32)), ("--strategy ddp", (16, "h100_sxm", 0, 1, 1, 4, 64)),
+    ("--zero 1", (16, "h100_sxm", 1, 16, 1, 4, 64)), ("--micro-batch 2", (16, "h100_sxm", 3, 16, 2, 4, 128)),
+    ("--global-batch 128", (16, "h100_sxm", 3, 16, 1, 8, 128)), ("--gpus 32 --global-batch 256", (32, "h100_sxm", 3, 32, 1, 8, 256))])
+def test_flags_change_an_answer_that_is_given_back_as_a_run(tmp_path: Path, flags: str, expected: tuple[Any, ...]) -> None:
+    """GPUs, device, ZeRO stage, dp_shard, micro-batch, accumulation, global batch."""
+    path = tmp_path / "answer.json"
+    assert call(f"predict --model llama-3-8b --gpus 16 --strategy fsdp --global-batch 64 -o {path}").exit_code == 0
+    run = json.loads(call(f"predict {path} {flags} --json").stdout)["run"]
+    cluster, plan, recipe = run["cluster"], run["plan"], run["recipe"]
+    assert (cluster["gpus"], cluster["accelerator"]["name"], plan["zero"], plan["dp_shard"], recipe["micro_batch"], recipe["grad_accum"],
+            recipe["global_batch"]) == expected
