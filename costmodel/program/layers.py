@@ -117,8 +117,7 @@ class Walk:
         keep = source.regather or source
         give = None if n.autocast else weight
         backs = [Back("dgrad", "matmul", 0, flops, moved, (1, m, out, width), n.act),
-                 Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param,
-                      temp_bytes=source.nbytes if source.regather else 0)]
+                 Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param)]
         if bias:
             b = Param("head.bias" if name == "embedding" else f"{name}.bias", (out,))
             backs.insert(2 if n.autocast else 1, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
@@ -128,8 +127,11 @@ class Walk:
                 backs[at] = backs[at]._replace(opens=low)
                 backs.append(self._cast_back(param)._replace(temp_bytes=0, closes=low, apart=True))
         if source.regather:
-            again = self.tp.comm("all-gather", source.nbytes, source.dtype)
-            backs.insert(0, Back("regather", "collective", None, comm=again, dtype=source.dtype, temp_bytes=source.nbytes))
+            again, event = self.tp.comm("all-gather", source.nbytes, source.dtype), f"{name}.regather"
+            gathered = Tensor(f"{name}.regathered", "temporaries", source.nbytes)
+            backs[-1] = backs[-1]._replace(closes=gathered)
+            backs = [Back("regather", "collective", comm=again, dtype=source.dtype, event=event, opens=gathered), *backs[:-1],
+                     Back("regather.wait", "wait", kernels=0, event=event), backs[-1]]
         tape.record(name, "matmul", (source,), (y,), saved=(keep,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
                     dims=(1, m, width, out), dtype=n.act)
         self._keep_every_other(flops)

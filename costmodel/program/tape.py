@@ -62,6 +62,8 @@ class Back(NamedTuple):
     """Elements of the gradient it gives, where that is not the parameter's size."""
     release: bool = False
     """Only frees what the node kept for backward, which what follows re-uses in place."""
+    event: str = ""
+    """collective: what it signals when done, without being waited for; wait: what is waited for."""
     opens: Tensor | None = None
     """Left for a later kernel of this backward, which closes it."""
     closes: Tensor | None = None
@@ -302,7 +304,7 @@ class Tape:
                     ready = GradReady(param, back.dtype, nbytes, pending[param.name] > 0)
                 if not back.alias:
                     ops.append(Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype,  # type: ignore[arg-type]
-                                  back.kernels, tuple(allocs), temp, back.comm))
+                                  back.kernels, tuple(allocs), temp, back.comm, back.event))
                 if ready:
                     ops.append(ready)
                 if not back.apart:
