@@ -132,6 +132,8 @@ class Walk:
             backs[-1] = backs[-1]._replace(closes=gathered)
             backs = [Back("regather", "collective", comm=again, dtype=source.dtype, event=event, opens=gathered), *backs[:-1],
                      Back("regather.wait", "wait", kernels=0, event=event), backs[-1]]
+        if self.tp.megatron and self.tp.t > 1:
+            backs[-1] = backs[-1]._replace(beside=True)
         tape.record(name, "matmul", (source,), (y,), saved=(keep,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
                     dims=(1, m, width, out), dtype=n.act)
         self._keep_every_other(flops)

@@ -14,7 +14,7 @@ from costmodel.spec.parameters import Param
 class Value:
     """A tensor of the forward program."""
 
-    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "last_use", "made_by", "outside", "own_bytes", "grad_comm", "regather")
+    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "last_use", "made_by", "outside", "own_bytes", "grad_comm", "grad_in_place", "regather")
 
     def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
         self.name = name
@@ -33,6 +33,8 @@ class Value:
         """What it keeps allocated: its own bytes, unless it is a view of something else."""
         self.grad_comm: Comm | None = None
         """Its gradient, once complete, is summed over a group by this collective."""
+        self.grad_in_place = False
+        """That collective works in place, where the gradient belongs to nobody else."""
         self.regather: Value | None = None
         """Whoever would save it saves this instead, and backward gathers it again."""
 
@@ -67,6 +69,8 @@ class Back(NamedTuple):
     opens: Tensor | None = None
     """Left for a later kernel of this backward, which closes it."""
     closes: Tensor | None = None
+    beside: bool = False
+    """Runs beside the collective that the gradient of the node's input needs, if one does."""
     apart: bool = False
     """A node of its own that runs next: what this node kept is released before it."""
 
@@ -215,15 +219,19 @@ class Tape:
         return len(self.nodes)
 
     @staticmethod
-    def _summed(v: Value, grad: "_Grad", ops: "list[Op | GradReady]") -> "_Grad":
-        """The complete gradient of a value, after the collective that it needs (out of place)."""
+    def _summed(v: Value, grad: "_Grad", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "_Grad":
+        """The complete gradient of a value, after the collective that it needs."""
         if v.grad_comm is None:
             return grad
-        made = _Grad(grad.name, grad.nbytes)
-        grad.refs -= 1
-        frees = () if grad.refs else (Tensor(grad.name, "temporaries", grad.nbytes),)
-        ops.append(Op(f"{v.name}.grad.all_reduce", "collective", dtype=v.dtype, allocs=(Tensor(made.name, "temporaries", made.nbytes),),
-                      frees=frees, comm=v.grad_comm))
+        made, name = _Grad(grad.name, grad.nbytes), f"{v.name}.grad.all_reduce"
+        if v.grad_in_place and grad.refs == 1:
+            ops.append(Op(name, "collective", dtype=v.dtype, comm=v.grad_comm))
+        else:
+            grad.refs -= 1
+            frees = () if grad.refs else (Tensor(grad.name, "temporaries", grad.nbytes),)
+            ops.append(Op(name, "collective", dtype=v.dtype, allocs=(Tensor(made.name, "temporaries", made.nbytes),), frees=frees, comm=v.grad_comm))
+        if beside:
+            _run_beside(ops, beside)
         return made
 
     def _inner_backward(self, node: Node, inner: Inner, grads: "dict[int, _Grad]", frees: tuple[Tensor, ...]) -> "list[Op | GradReady]":
@@ -252,9 +260,15 @@ class Tape:
         remaining = {id(v): v.saves for node in self.nodes for v in node.saved}
         pending = _param_uses(self.nodes)
         ops: list[Op | GradReady] = []
+        beside: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
-            out_grads = [self._summed(v, grads.pop(id(v)), ops) for v in node.outputs if id(v) in grads]
+            sends = any(back.kind == "collective" and not back.event for back in node.backs)
+            if beside and not sends and not any(v.grad_comm for v in node.outputs if id(v) in grads):
+                ops += beside
+                beside = []
+            out_grads = [self._summed(v, grads.pop(id(v)), ops, beside) for v in node.outputs if id(v) in grads]
+            split = -1
             frees: list[Tensor] = []
             kept = node.extra
             for v in dict.fromkeys(node.saved):
@@ -267,6 +281,8 @@ class Tape:
             start = end = len(ops)
             meetings: list[Op] = []
             for back in node.backs:
+                if back.beside and split < 0:
+                    split = len(ops)
                 if back.release:
                     ops.append(Op(f"{node.name}.{back.name}", "host", kernels=0, frees=kept))
                     kept = ()
@@ -305,6 +321,8 @@ class Tape:
                 if not back.alias:
                     ops.append(Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype,  # type: ignore[arg-type]
                                   back.kernels, tuple(allocs), temp, back.comm, back.event))
+                    if beside and back.kind == "collective":
+                        _run_beside(ops, beside)
                 if ready:
                     ops.append(ready)
                 if not back.apart:
@@ -317,7 +335,10 @@ class Tape:
             if frees:
                 _free_after(ops, start, end, frees, node.name)
             ops.extend(meetings)
-        return ops
+            if split >= 0:
+                beside = ops[split:]
+                del ops[split:]
+        return ops + beside
 
 
 class _Grad:
@@ -353,6 +374,14 @@ def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op
     grads[id(target)] = new
     return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype,
               allocs=(Tensor(new.name, "temporaries", new.nbytes),), frees=tuple(freed))
+
+
+def _run_beside(ops: list[Op | GradReady], beside: list[Op | GradReady]) -> None:
+    """The last op, a collective, runs beside these; what it frees goes when it is done."""
+    sent = ops.pop()
+    assert isinstance(sent, Op)
+    ops += [sent._replace(event=sent.name, frees=()), *beside, Op(f"{sent.name}.wait", "wait", kernels=0, frees=sent.frees, event=sent.name)]
+    beside.clear()
 
 
 def _free_after(ops: list[Op | GradReady], start: int, end: int, frees: list[Tensor], name: str) -> None:

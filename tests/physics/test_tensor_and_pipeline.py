@@ -122,3 +122,14 @@ def test_the_bubble_is_p_minus_1_over_m_v_of_the_work(schedule: str, virtual: in
         shares.append(role.time.bubble_s / work)
     ideal = 3 / (micro_batches * virtual)
     assert ideal * 0.95 <= min(shares) <= ideal * 1.1 + 0.01
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_megatron_hides_what_backward_sends_behind_its_matmuls(split: bool) -> None:
+    """NVIDIA/Megatron-LM core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication: the input is gathered beside the
+    matmul for its gradient, and that gradient scattered (or all-reduced) beside the matmul for the weight's. GPT-3's matmuls are longer
+    than what is sent, so that of a block's 2 + 3 (1 + 1) collectives, forward and backward, only 2 + 1 (1 + 0) are waited for."""
+    time = tensor(8, {**MEGATRON, "sequence_parallel": split}, attention="fa2", dropout=0.0).roles[0].time
+    assert time is not None
+    share = time.exposed_s["tp"] / time.communication_s["tp"]
+    assert share == pytest.approx(3 / 5 if split else 1 / 2, abs=0.1)

@@ -91,6 +91,7 @@ class TensorParallel:
             return x
         if not self.sp:
             x.grad_comm = self.comm("all-reduce", x.nbytes, x.dtype)
+            x.grad_in_place = self.megatron
             return x
         full = w.tape.value(f"{name}.gathered", x.numel * self.t, x.dtype)
         copy = 0 if self.megatron else full.nbytes
