@@ -6,7 +6,6 @@ What was not observed is None, never 0. Bytes are int, times are seconds per opt
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-SCHEMA_VERSION = 1
 CATEGORIES = ("parameters", "gradients", "master_weights", "optimizer", "activations", "communication", "temporaries", "framework")
 Provenance = Literal["predicted", "dryrun", "solo", "run", "published"]
 Basis = Literal["exact", "modelled", "fitted", "guess"]

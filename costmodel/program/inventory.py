@@ -35,6 +35,11 @@ class Inventory(NamedTuple):
     """Elements by which the gradients of looked-up tables exceed the tables on this rank."""
 
     @property
+    def lookups(self) -> int:
+        """Elements of the looked-up tables on this rank."""
+        return sum(p.numel for p in self.embedding.params if p.name.startswith(("embedding.", "positions.")))
+
+    @property
     def norms(self) -> list[tuple[Param, int]]:
         """Norm weights and biases, and how often each occurs."""
         units = ((self.embedding, 1), (self.layer, self.layers), (self.head, 1))

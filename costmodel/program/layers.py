@@ -13,8 +13,6 @@ from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 from costmodel.spec.recipe import DTYPE_BYTES
 
-CUDA_GRANULE = 512
-
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
@@ -33,9 +31,6 @@ class Numbers:
     compiled: bool
     attention: str
     dropout: float
-    graphs: bool
-    mask_bytes: int
-    """Bytes of one element of a dropout mask."""
 
 
 def numbers_of(run: Run) -> Numbers:
@@ -48,8 +43,7 @@ def numbers_of(run: Run) -> Numbers:
     seen = p.parameter if p.autocast else compute
     return Numbers(table=table, act=compute, residual="fp32" if p.autocast else compute, weight=compute,
                    param=seen, autocast=p.autocast and compute != p.parameter, compiled=r.compile,
-                   attention=attention, dropout=r.dropout, graphs=r.cuda_graphs,
-                   mask_bytes=1 if table == "cuda" else DTYPE_BYTES[compute])
+                   attention=attention, dropout=r.dropout)
 
 
 def resolved_attention(run: Run) -> str:
@@ -368,7 +362,6 @@ class Walk:
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         causal = self.run.recipe.causal
         flops = 4.0 * b * self.heads * float(s) * s * m.head_dim * (0.5 if causal else 1.0)
-        self.matmul_flops += 0.0
         out = self.tape.value("attention.core", q.numel, q.dtype)
         lse = Tensor("attention.lse", "activations", b * self.heads * s * 4)
         dims = (b, self.heads, self.kv_heads, s, s, m.head_dim, int(causal))

@@ -72,8 +72,6 @@ class StorageTracker(compat.TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.category: dict[int, str] = {}
-        self.shape: dict[int, tuple[str, tuple[int, ...], str]] = {}
-        """Storage -> the operation that made it, the first shape and dtype seen; for people."""
         self.step, self.phase, self.where, self.op = "init", "init", "", ""
         self._listeners = tuple(listeners)
         self._serial = itertools.count()
@@ -131,7 +129,6 @@ class StorageTracker(compat.TorchDispatchMode):
             self._known[key] = serial
             self._watchers[serial] = weakref.finalize(storage, self._died, key, serial)
             self._watchers[serial].atexit = False
-            self.shape[serial] = (self.op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             if self._born_in_hook:
                 self.category[serial] = "communication"
             self._grow(serial, storage.nbytes())
@@ -288,19 +285,6 @@ class StorageTracker(compat.TorchDispatchMode):
             if event.moment.step == step:
                 best = max(best, running)
         return best
-
-    def living_at_peak(self, step: str) -> list[tuple[str, int, str, tuple[int, ...], str]]:
-        """The storages alive at the highest instant of a step: category, bytes, the operation that made each, its shape and dtype."""
-        total = highest = 0
-        until = -1
-        for i, event in enumerate(self._on_device()):
-            total += event.delta
-            if event.moment.step == step and total > highest:
-                highest, until = total, i
-        sizes: Counter[int] = Counter()
-        for event in itertools.islice(self._on_device(), until + 1):
-            sizes[event.storage] += event.delta
-        return [(self.category.get(s, "temporaries"), size, *self.shape[s]) for s, size in sorted(sizes.items()) if size]
 
     def _on_device(self) -> Iterator[Event]:
         return (e for e in self.events if self.category.get(e.storage) != HOST)

@@ -12,6 +12,7 @@ from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import STATES, Update, clip_ops, update_ops
 from costmodel.program.tape import GradReady
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
+from costmodel.spec.parameters import Param
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 ONLY, FIRST, MIDDLE, LAST = "only", "first", "middle", "last"
@@ -105,8 +106,12 @@ class Strategy:
     def norm_sums(self) -> list[Op]:
         """DTensor's norm gradients, summed over the tp ranks when they are asked for."""
         tp, dtype = self.plan.tp, self.gradient_dtype
-        parts = [(p, n) for p, n in self.inventory.norms if self.plan.sequence_parallel or ".q_norm" in p.name or ".k_norm" in p.name]
+        parts = [(p, n) for p, n in self.inventory.norms if self.partial_over_tp(p)]
         return [collective("tp", "all-reduce", tp, nbytes(p.numel, dtype), dtype, name="norm_gradient.all_reduce") for p, n in parts for _ in range(n)]
+
+    def partial_over_tp(self, norm: Param) -> bool:
+        """Whether each tp rank has only a part of the gradient of a norm's weight: it saw part of the tokens, or of the heads."""
+        return self.plan.sequence_parallel or ".q_norm" in norm.name or ".k_norm" in norm.name
 
     @property
     def tensor_alone(self) -> bool:
@@ -184,13 +189,22 @@ class Strategy:
         ops = update_ops(spec, self.update(role), first=first)
         if not self.tensor_alone or not ops:
             return ops
-        lookups = sum(p.numel for p in self.inventory.embedding.params if p.name.startswith(("embedding.", "positions.")))
-        cut = (Tensor("lookup gradients, cut", "temporaries", nbytes(lookups, self.gradient_dtype)),) if self.inventory.whole_lookups else ()
+        cut = (Tensor("lookup gradients, cut", "temporaries", nbytes(self.inventory.lookups, self.gradient_dtype)),) if self.inventory.whole_lookups else ()
         placed = Op("redistribute", "memory", nbytes=float(2 * sum(t.nbytes for t in cut)), dtype=self.gradient_dtype, kernels=len(cut), allocs=cut)
         done, sums = Op("redistribute.release", "host", kernels=0, frees=cut), self.norm_sums()
         if STATES[spec.name] == 2 and spec.implementation != "fused":
             return [ops[0], placed, *sums, done, placed, *sums, placed, *sums, done, done, *ops[1:]]
         return [placed, *sums, *ops, done]
+
+    def update_in_fp32(self, role: str, first: bool) -> list[Op]:
+        """The update of master weights, before which 16-bit gradients are copied to fp32."""
+        u, p = self.update(role), self.precision
+        ops = update_ops(self.recipe.optimizer, u, first=first)
+        if not p.master or p.gradient == "fp32":
+            return ops
+        copy = (Tensor("fp32 gradient copy", "temporaries", nbytes(u.numel, "fp32")),)
+        moved = float(nbytes(u.numel, p.gradient) + nbytes(u.numel, "fp32"))
+        return [Op("gradient.to_fp32", "memory", nbytes=moved, dtype="fp32", allocs=copy), *ops, Op("gradient.release", "host", kernels=0, frees=copy)]
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
         """What is sent when the update is done: ops, and how often they repeat."""

@@ -20,7 +20,6 @@ class Flush(NamedTuple):
     """A bucket that is complete when this parameter's gradient has arrived."""
 
     nbytes: int
-    numel: int
     previous: int
     """Bytes of the bucket before it; 0 for the first."""
 
@@ -60,7 +59,7 @@ class Buckets:
             return [(p.name, p.numel * element, place[p.name]) for p in (arrival if by_arrival else reversed(params))]
 
         takes_head = run.recipe.loss in ("chunked", "fused")
-        self._fill = _Fill(first_cap, cap, element)
+        self._fill = _Fill(first_cap, cap)
         self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params, takes_head or autocast))}
         layer, layers = walk(inventory.layer.params), inventory.layers
         seen: dict[tuple[int, int, int], int] | None = {}
@@ -93,8 +92,8 @@ class Buckets:
 class _Fill:
     """Fills buckets unit by unit; what it does next depends on its `state` alone."""
 
-    def __init__(self, first_cap: int, cap: int, element: int) -> None:
-        self.size, self.limit, self.cap, self.element = 0, first_cap, cap, element
+    def __init__(self, first_cap: int, cap: int) -> None:
+        self.size, self.limit, self.cap = 0, first_cap, cap
         self.sizes: list[int] = []
 
     @property
@@ -119,7 +118,7 @@ class _Fill:
         return flushes
 
     def _flush(self, size: int) -> Flush:
-        flush = Flush(size, size // self.element, self.sizes[-1] if self.sizes else 0)
+        flush = Flush(size, self.sizes[-1] if self.sizes else 0)
         self.sizes.append(size)
         return flush
 
@@ -131,7 +130,32 @@ class _Fill:
         return self._flush(size)
 
 
-class DDP(Strategy):
+class Bucketed(Strategy):
+    """A strategy that reduces gradients in buckets while backward runs, in the micro-batches that `syncs`."""
+
+    buckets: Buckets
+
+    def syncs(self, micro: str) -> bool:
+        """Whether this micro-batch's gradients are sent."""
+        return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
+
+    def like(self, micro: str) -> str:
+        return LAST if micro == MIDDLE and self.syncs(micro) else micro
+
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return (micro, variant)
+
+    def layer_variants(self, phase: str, micro: str) -> list[object]:
+        if phase != "backward" or not self.syncs(micro):
+            return super().layer_variants(phase, micro)
+        return list(self.buckets.layers)
+
+    def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
+        """The bucket that is complete with this gradient."""
+        return self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+
+
+class DDP(Bucketed):
     """Distributed data parallel, PyTorch's reducer."""
 
     name = "ddp"
@@ -153,20 +177,6 @@ class DDP(Strategy):
     def kept_gradients(self) -> list[Tensor]:
         return [] if self.view else super().kept_gradients()
 
-    def like(self, micro: str) -> str:
-        return LAST if micro == MIDDLE and self.syncs(micro) else micro
-
-    def gradient_key(self, micro: str, variant: object) -> object:
-        return (micro, variant)
-
-    def syncs(self, micro: str) -> bool:
-        return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
-
-    def layer_variants(self, phase: str, micro: str) -> list[object]:
-        if phase != "backward" or not self.syncs(micro):
-            return super().layer_variants(phase, micro)
-        return list(self.buckets.layers)
-
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """A gradient that will be sent is copied into its bucket; as a view of the bucket it has no memory of its own afterwards."""
         allocs, ops = super().on_grad(unit, index, ready, micro)
@@ -176,7 +186,7 @@ class DDP(Strategy):
         already = not self.recipe.zero_set_to_none or self.plan.sync_each_micro_batch and micro not in (ONLY, FIRST)
         if not (self.view and already):
             ops = [*ops, Op(f"{ready.param.name}.to_bucket", "memory", nbytes=2.0 * ready.nbytes, dtype=ready.dtype, frees=(own,) if self.view else ())]
-        flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+        flush = self.completes(unit, index, ready)
         if flush:
             ops = [*ops, collective(self.axis, "all-reduce", self.group, flush.nbytes, self.dtype, event="ddp", name="bucket.all_reduce")]
         return allocs, ops

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
-from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
-from costmodel.program.parallel.ddp import Buckets
+from costmodel.program.optimizer import Update, clip_ops
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAYER, ONLY, collective, element_bytes
+from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import PlanError, Run
 
@@ -22,7 +22,7 @@ REUSE_DISTANCE = 1_000_000_000
 """stage3_max_reuse_distance: parameters used again within this many others stay gathered (deepspeed/runtime/zero/config.py)."""
 
 
-class DeepSpeedZero(Strategy):
+class DeepSpeedZero(Bucketed):
     """Stages 1 and 2."""
 
     name = "deepspeed"
@@ -66,19 +66,8 @@ class DeepSpeedZero(Strategy):
             return super().kept_gradients()
         return [Tensor("gradients (shard)", "gradients", nbytes(self.shard, self.grad))]
 
-    def like(self, micro: str) -> str:
-        return LAST if micro == MIDDLE and self.syncs(micro) else micro
-
-    def gradient_key(self, micro: str, variant: object) -> object:
-        return (micro, variant)
-
     def syncs(self, micro: str) -> bool:
-        return self.stage >= 2 or micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
-
-    def layer_variants(self, phase: str, micro: str) -> list[object]:
-        if phase != "backward" or not self.syncs(micro):
-            return super().layer_variants(phase, micro)
-        return list(self.buckets.layers)
+        return self.stage >= 2 or super().syncs(micro)
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         if self.keeps_whole_gradients:
@@ -88,7 +77,7 @@ class DeepSpeedZero(Strategy):
             allocs, ops = (made,), [Op(f"{ready.param.name}.to_bucket", "memory", nbytes=2.0 * ready.nbytes, dtype=ready.dtype, frees=(made,))]
         if not self.syncs(micro) or self.n == 1:
             return allocs, ops
-        flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+        flush = self.completes(unit, index, ready)
         if flush:
             ops = [*ops, collective(self.axis, "all-reduce", self.n, flush.nbytes, self.precision.reduce,
                                     event="grads" if self.plan.overlap_grad_reduce else "", name="bucket.all_reduce")]
@@ -108,17 +97,8 @@ class DeepSpeedZero(Strategy):
             ops.insert(1, collective(self.axis, "all-reduce", self.n, 4, "fp32", name="clip.all_reduce"))
         return ops
 
-    def _fp32_gradient(self) -> tuple[Tensor, ...]:
-        p = self.precision
-        return (Tensor("fp32 gradient shard", "temporaries", nbytes(self.shard, "fp32")),) if p.master and p.gradient != "fp32" else ()
-
     def step(self, role: str, first: bool) -> list[Op]:
-        copy = self._fp32_gradient()
-        moved = float(nbytes(self.shard, self.grad) + nbytes(self.shard, "fp32"))
-        ops = [Op("gradient.to_fp32", "memory", nbytes=moved, dtype="fp32", allocs=copy)] if copy else []
-        ops += update_ops(self.recipe.optimizer, self.update(role), first=first)
-        if copy:
-            ops.append(Op("gradient.release", "host", kernels=0, frees=copy))
+        ops = self.update_in_fp32(role, first)
         if self.n == 1 or self.stage == 3:
             return ops
         left, size = self.inventory.numel, max(self.n, self.plan.allgather_bucket_params)

@@ -215,8 +215,7 @@ class FSDP(Strategy):
         """DTensor's whole gradient of a looked-up table is cut to the tp rank's part, a copy, before it is reduced."""
         if group != ROOT or not self.inventory.whole_lookups:
             return ()
-        tables = sum(p.numel for p in self.inventory.embedding.params if p.name.startswith(("embedding.", "positions.")))
-        return (Tensor("lookup gradients, cut", "communication", nbytes(tables, self.numbers.param)),)
+        return (Tensor("lookup gradients, cut", "communication", nbytes(self.inventory.lookups, self.numbers.param)),)
 
     def _reduce(self, group: str, micro: str, previous: str | None) -> list[Op]:
         """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard."""
@@ -251,7 +250,7 @@ class FSDP(Strategy):
         ops.append(Op("fsdp.reshard", "host", kernels=0, frees=free_params))
         rs_in = Tensor(f"reduce_scatter_in({group})", "communication", self._bytes(group, p.reduce))
         rs_out = Tensor(f"reduce_scatter_out({group})", "communication", self._bytes(group, p.reduce, whole=False), "reduce")
-        if previous and n >= 1:
+        if previous:
             ops.append(Op("fsdp.wait_reduce", "wait", kernels=0, event="reduce",
                           frees=(Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, p.reduce)),)))
         ops.append(Op(f"fsdp.reduce_copy_in({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + rs_in.nbytes), dtype=p.reduce,
@@ -285,7 +284,7 @@ class FSDP(Strategy):
         if self.plan.tp == 1:
             return []
         dtype = self.precision.reduce
-        params = [q for q in self.groups[group].params if "norm" in q.name and (self.plan.sequence_parallel or ".q_norm" in q.name or ".k_norm" in q.name)]
+        params = [q for q in self.groups[group].params if "norm" in q.name and self.partial_over_tp(q)]
         return [collective("tp", "all-reduce", self.plan.tp, nbytes(q.numel, dtype), dtype, name="norm_gradient.all_reduce") for q in params]
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:

@@ -11,14 +11,14 @@ gradients beside 16-bit parameters).
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
-from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import LAST, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
-from costmodel.program.parallel.ddp import Buckets
+from costmodel.program.optimizer import Update, clip_ops
+from costmodel.program.parallel.base import LAST, MIDDLE, ONLY, collective, element_bytes, repeated
+from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 
 
-class MegatronDP(Strategy):
+class MegatronDP(Bucketed):
     """Contiguous gradient buffer; distributed optimizer where zero = 1."""
 
     name = "megatron"
@@ -70,11 +70,6 @@ class MegatronDP(Strategy):
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) and self.n > 1
 
-    def layer_variants(self, phase: str, micro: str) -> list[object]:
-        if phase != "backward" or not self.syncs(micro):
-            return super().layer_variants(phase, micro)
-        return list(self.buckets.layers)
-
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """Fused, the weight-gradient GEMM adds into the buffer; else a 16-bit gradient is made, added and dropped."""
         buffer = nbytes(ready.param.numel, self.precision.gradient)
@@ -86,7 +81,7 @@ class MegatronDP(Strategy):
             allocs = (made,)
             ops = [Op(f"{ready.param.name}.to_buffer", "memory", nbytes=float(ready.nbytes + 2 * buffer), dtype=self.precision.gradient, frees=(made,))]
         if self.syncs(micro):
-            flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+            flush = self.completes(unit, index, ready)
             if flush and self.plan.overlap_grad_reduce:
                 ops.append(self._reduce(flush.nbytes, "grads"))
         return allocs, ops
@@ -111,7 +106,7 @@ class MegatronDP(Strategy):
         """Gradients of what every tp rank holds, flat, in one all-reduce (core/distributed/finalize_model_grads.py): norms, and under
         sequence parallelism the biases of row-parallel matmuls; queries' and keys' norms always."""
         sp, inv = self.plan.sequence_parallel, self.inventory
-        total = sum(p.numel * n for p, n in inv.norms if sp or ".q_norm" in p.name or ".k_norm" in p.name)
+        total = sum(p.numel * n for p, n in inv.norms if self.partial_over_tp(p))
         if sp:
             total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in ("attention.out.bias", "mlp.down.bias"))
         dtype = self.precision.gradient
@@ -126,19 +121,8 @@ class MegatronDP(Strategy):
         return [*self.norm_sums(), *ops]
 
     def step(self, role: str, first: bool) -> list[Op]:
-        if not self.recipe.clip_norm:
-            return [*self.norm_sums(), *self._step(role, first)]
-        return self._step(role, first)
-
-    def _step(self, role: str, first: bool) -> list[Op]:
-        p = self.precision
-        copy = (Tensor("fp32 gradient copy", "temporaries", nbytes(self.local, "fp32")),) if p.master and p.gradient != "fp32" else ()
-        moved = float(nbytes(self.local, p.gradient) + nbytes(self.local, "fp32"))
-        ops = [Op("gradient.to_fp32", "memory", nbytes=moved, dtype="fp32", allocs=copy)] if copy else []
-        ops += update_ops(self.recipe.optimizer, self.update(role), first=first)
-        if copy:
-            ops.append(Op("gradient.release", "host", kernels=0, frees=copy))
-        return ops
+        sums = [] if self.recipe.clip_norm else self.norm_sums()
+        return [*sums, *self.update_in_fp32(role, first)]
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
         """The distributed optimizer all-gathers the updated parameters, bucket by bucket."""

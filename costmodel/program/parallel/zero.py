@@ -13,8 +13,8 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
-from costmodel.program.parallel.ddp import DDP, Buckets
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, ONLY, collective, element_bytes, repeated
+from costmodel.program.parallel.ddp import DDP, Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 
@@ -84,7 +84,7 @@ class Zero1(DDP):
         return collective(self.axis, "broadcast", self.group, nbytes(numel, self.dtype), self.dtype, event="broadcast", name="broadcast_parameters")
 
 
-class Zero2(Strategy):
+class Zero2(Bucketed):
     """Bucketed reduce-scatter of gradients, a sharded step, an all-gather of parameters."""
 
     name = "zero2"
@@ -111,20 +111,6 @@ class Zero2(Strategy):
     def kept_gradients(self) -> list[Tensor]:
         return [Tensor("gradients (shard)", "gradients", nbytes(self.local, self.dtype))]
 
-    def like(self, micro: str) -> str:
-        return LAST if micro == MIDDLE and self.syncs(micro) else micro
-
-    def gradient_key(self, micro: str, variant: object) -> object:
-        return (micro, variant)
-
-    def syncs(self, micro: str) -> bool:
-        return micro in (ONLY, LAST) or self.plan.sync_each_micro_batch
-
-    def layer_variants(self, phase: str, micro: str) -> list[object]:
-        if phase != "backward":
-            return super().layer_variants(phase, micro)
-        return list(self.buckets.layers)
-
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         if not self.syncs(micro):
             return super().on_grad(unit, index, ready, micro)
@@ -133,7 +119,7 @@ class Zero2(Strategy):
         ops: list[Op] = []
         if not self.plan.sync_each_micro_batch and micro == LAST:
             allocs, ops = super().on_grad(unit, index, ready, micro)
-        flush = self.buckets.flush.get((unit, index), {}).get(ready.param.name)
+        flush = self.completes(unit, index, ready)
         if not flush:
             return allocs, ops
         flat, shard = self._flat(flush.nbytes), self._shard(flush.nbytes)
