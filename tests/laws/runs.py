@@ -1,8 +1,9 @@
 """Random legal runs: every strategy and dialect, small models of many kinds, one to 4,096 GPUs."""
 
+import os
 from typing import Any
 
-from hypothesis import reject
+from hypothesis import reject, settings
 from hypothesis import strategies as st
 
 from costmodel import PlanError, Run, build_run
@@ -13,6 +14,13 @@ DIALECTS = [("pytorch", 0), ("pytorch", 1), ("pytorch", 2), ("pytorch", 3), ("de
 GPUS = st.one_of(st.integers(1, 8), st.sampled_from([16, 24, 48, 64, 128, 1000, 4096]))
 FLAGS = ("gated", "tied_embeddings", "norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "head_bias", "fused_qkv", "embedding_norm",
          "final_norm", "parallel_residual")
+
+TIMES = int(os.environ.get("COSTMODEL_LAW_EXAMPLES", "1"))
+
+
+def examples(n: int) -> settings:
+    """How many runs a law is tried on; COSTMODEL_LAW_EXAMPLES=20 tries twenty times as many."""
+    return settings(max_examples=n * TIMES)
 
 
 @st.composite

@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from runs import runs
+from hypothesis import given
+from runs import examples, runs
 from walks import net, walk_memory, walk_time
 
 from costmodel import Run
@@ -16,21 +16,21 @@ from costmodel.program.ir import block_counts, expand
 from costmodel.simulate import Scan, seconds, step_time
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(runs())
 def test_a_steady_step_frees_what_it_allocates_in_every_category(run: Run) -> None:
     for role in build(run).roles:
         assert net(role.step) == {}
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(runs())
 def test_a_first_step_leaves_gradients_and_optimizer_state_alone(run: Run) -> None:
     for role in build(run).roles:
         assert net(role.first_step).keys() <= {"gradients", "optimizer"}
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(runs())
 def test_folded_memory_is_that_of_the_walk(run: Run) -> None:
     for role in build(run).roles:
@@ -39,14 +39,14 @@ def test_folded_memory_is_that_of_the_walk(run: Run) -> None:
         assert sum(walked.at_peak.values()) == walked.peak
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(runs())
 def test_nothing_is_freed_that_is_not_there(run: Run) -> None:
     for role in build(run).roles:
         assert walk_memory(role).lowest == {}
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(runs())
 def test_scanned_time_is_that_of_every_block_run_in_turn(run: Run) -> None:
     prices = RunPrices(run, load_profile(run))
@@ -57,7 +57,7 @@ def test_scanned_time_is_that_of_every_block_run_in_turn(run: Run) -> None:
         assert scanned.contention == pytest.approx(walked.contention, rel=1e-5, abs=1e-12)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(runs())
 def test_counted_blocks_are_those_of_the_expansion(run: Run) -> None:
     for role in build(run).roles:
@@ -65,7 +65,7 @@ def test_counted_blocks_are_those_of_the_expansion(run: Run) -> None:
         assert {id(block): n for block, n in block_counts(role.step)} == walked
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(runs())
 def test_seconds_of_a_step_are_those_of_every_block_run_in_turn(run: Run) -> None:
     """On one GPU they come from a product of matrices over (max, +)."""

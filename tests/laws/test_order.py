@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from runs import built, inputs, models, runs
+from runs import built, examples, inputs, models, runs
 
 from costmodel import Run, StepReport, build_run, predict
 from costmodel.catalog.profiles import load_profile
@@ -31,7 +31,7 @@ def predicted(given: dict[str, Any], **changes: dict[str, Any]) -> StepReport:
     return predict(built(merged), scaling=False)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(model=models(), gpus=st.sampled_from([1, 2, 4, 8]), dialect=st.sampled_from(["pytorch", "deepspeed"]), data=st.data())
 def test_state_memory_never_grows_with_the_zero_stage(model: dict[str, Any], gpus: int, dialect: str, data: st.DataObject) -> None:
     """Same dialect, dtypes and ranks; dims are multiples of 8, for shards are padded, and step counters stay on the host."""
@@ -44,7 +44,7 @@ def test_state_memory_never_grows_with_the_zero_stage(model: dict[str, Any], gpu
     assert sizes == sorted(sizes, reverse=True)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(given_=inputs(st.sampled_from([1, 2, 4, 8])), more=st.sampled_from([2, 4]))
 def test_more_ranks_never_hold_more_state_each(given_: dict[str, Any], more: int) -> None:
     given_["plan"].pop("dp_shard", None)
@@ -58,7 +58,7 @@ def test_more_ranks_never_hold_more_state_each(given_: dict[str, Any], more: int
     assert state_bytes(many) <= state_bytes(few)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(given_=inputs(st.sampled_from([1, 2, 4, 8, 16, 64, 512])))
 def test_twice_the_ranks_at_the_same_micro_batch_send_at_least_twice_as_much(given_: dict[str, Any]) -> None:
     given_["plan"].pop("dp_shard", None)
@@ -68,7 +68,7 @@ def test_twice_the_ranks_at_the_same_micro_batch_send_at_least_twice_as_much(giv
     assert traffic(many) >= 2 * traffic(few)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(runs(), st.sampled_from([0.1, 0.5]))
 def test_a_slower_network_never_speeds_a_step_up(run: Run, slower: float) -> None:
     """Without contention: a transfer that starts later may overlap less compute, which is a gain of nanoseconds."""
@@ -78,7 +78,7 @@ def test_a_slower_network_never_speeds_a_step_up(run: Run, slower: float) -> Non
     assert slow >= fast * (1 - 1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(runs(), st.sampled_from(["bandwidth.share", "matmul.fixed_s", "host.eager.forward_s", "host.multiplier", "host.collective_s"]))
 def test_a_slower_machine_never_speeds_a_step_up(run: Run, constant: str) -> None:
     profile = load_profile(run)
@@ -87,7 +87,7 @@ def test_a_slower_machine_never_speeds_a_step_up(run: Run, constant: str) -> Non
     assert slow >= fast * (1 - 1e-9)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(given_=inputs())
 def test_another_micro_batch_never_shortens_the_step_or_lowers_the_peak(given_: dict[str, Any]) -> None:
     n = given_["recipe"]["grad_accum"]
@@ -101,7 +101,7 @@ def peak(report: StepReport) -> int:
     return max(r.memory.allocated.total_bytes for r in report.roles if r.memory)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(given_=inputs())
 def test_a_longer_sequence_never_needs_less(given_: dict[str, Any]) -> None:
     given_["recipe"]["seq_len"] = 32
@@ -111,7 +111,7 @@ def test_a_longer_sequence_never_needs_less(given_: dict[str, Any]) -> None:
     assert (long.model_flops or 0) > (short.model_flops or 0)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(given_=inputs())
 def test_one_layer_more_never_needs_less(given_: dict[str, Any]) -> None:
     layers = given_["model"]["layers"]
@@ -125,7 +125,7 @@ def test_one_layer_more_never_needs_less(given_: dict[str, Any]) -> None:
         assert large.step_s > small.step_s
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(given_=inputs())
 def test_optimizers_with_more_states_hold_more(given_: dict[str, Any]) -> None:
     held = [state_bytes(predicted(given_, recipe={"optimizer": name})) for name in ("sgd:foreach", "momentum:foreach", "adamw:foreach")]
