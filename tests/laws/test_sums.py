@@ -66,7 +66,7 @@ def test_no_more_is_waited_for_than_the_streams_of_communication_do(run: Run) ->
             beside: Counter[str] = Counter()
             for block, times in block_counts(step, {}):
                 for code, host, seconds, _, axis, *_ in scan.of(block).steps:
-                    beside[axis] += times * seconds if code == SIDE else 0.0
+                    beside[axis] += times * (seconds if code == SIDE else host)
             for axis, seconds in role.time.exposed_s.items():
                 assert seconds <= (role.time.communication_s.get(axis, 0.0) + beside[axis]) * (1 + 1e-6) + 1e-9
 
