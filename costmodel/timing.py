@@ -97,19 +97,21 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
     drained = max(pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer))
-    surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
-    around = max(b.seconds + a.seconds for b, a in surrounds)
-    out: list[TimeReport] = []
-    for rank, (before, after) in zip(ranks, surrounds, strict=True):
+    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
+    reports: dict[int, TimeReport] = {}
+    for rank in ranks:
+        if id(rank.parts) in reports:
+            continue
         parts: Parts = {}
         phases: Parts = {}
         comm: Parts = {}
         exposed: Parts = {}
         host = worked = 0.0
-        for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
+        for part, n in rank.parts.parts:
+            slot = priced(part)
             worked += n * slot.seconds
             host += n * slot.host
             for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):
                 _add(into, more, n)
-        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked))
-    return out
+        reports[id(rank.parts)] = _report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked)
+    return [reports[id(rank.parts)] for rank in ranks]
