@@ -68,6 +68,8 @@ class Timeline:
     """When all streams are done. The step takes this, the wait for the slowest rank and the fixed cost."""
     first_layers: dict[int, int]
     """The first layer of each stage."""
+    roles: int
+    """Rank roles of the run, of which this is one."""
     scan: Scan = field(repr=False)
 
     def slices(self, span: Span, *, ops: bool = False) -> list[Slice]:
@@ -103,7 +105,7 @@ def timeline(run: Run, profile: Profile | str | None = None, *, role: int = 0) -
     clocks = Clocks()
     spans = list(_walk(program.roles[role].step, run.micro_batches, clocks, scan))
     busy = max([clocks.compute, *clocks.streams.values()])
-    return Timeline(name, tuple(spans), busy, {0: 0}, scan)
+    return Timeline(name, tuple(spans), busy, {0: 0}, len(program.roles), scan)
 
 
 def _walk(step: Seq, micro_batches: int, clocks: Clocks, scan: Scan) -> Iterator[Span]:
@@ -147,7 +149,7 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
     spans.append(Span("update", "optimizer", ahead + drained, ahead + drained + after, -1, -1, mine.after, Clocks(), ahead + drained))
     layers = {stage: builder.layers for r in ranks for stage, builder in r.builders.items()}
     first = {stage: sum(layers[s] for s in range(stage)) for stage in layers}
-    return Timeline(name, tuple(spans), drained + around, first, scan)
+    return Timeline(name, tuple(spans), drained + around, first, p.pp, scan)
 
 
 # -- the slices of a span ----------------------------------------------------------------------------------------------------
