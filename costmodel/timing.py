@@ -67,7 +67,7 @@ def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts:
 class _Slot:
     """A part of a rank's step, run alone: how long it takes and what for."""
 
-    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host")
+    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host", "tail", "tail_axis")
 
     def __init__(self, part: Part, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> None:
         clocks = step_time(part, prices, scan=scan, drain=False)
@@ -75,13 +75,16 @@ class _Slot:
         self.parts, self.flops, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
+        self.tail, self.tail_axis = max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
+        """How long, and which, a stream is still busy when its last kernel is done; messages to other stages left out."""
 
 
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
     """The time of every pipeline rank.
 
     Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
-    ranks have drained, gradients are reduced and parameters updated; the slowest rank sets the pace of both.
+    ranks have drained, and what the last backward of each left in flight is done, gradients are reduced and parameters updated; the
+    slowest rank sets the pace of both.
     """
     p, m = run.plan, run.micro_batches
     ranks: tuple[PipelineRank, ...] = program.pipeline
@@ -99,11 +102,14 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
-    drained = max(pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer))
+    ends = pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
+    drained = max(ends)
+    final = [priced(rank.part(rank.last)) for rank in ranks]
+    done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
     surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
     around = max(b.seconds + a.seconds for b, a in surrounds)
     out: list[TimeReport] = []
-    for rank, (before, after) in zip(ranks, surrounds, strict=True):
+    for rank, (before, after), end, left in zip(ranks, surrounds, ends, final, strict=True):
         parts: Parts = {}
         phases: Parts = {}
         comm: Parts = {}
@@ -115,5 +121,10 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             host += n * slot.host
             for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
                 _add(into, more, n)
-        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, flops, host, drained + around - worked))
+        waited = end + left.tail - drained
+        if waited > 0.0:
+            worked += waited
+            for into, name in ((parts, f"exposed {left.tail_axis}"), (phases, "backward"), (exposed, left.tail_axis)):
+                _add(into, {name: waited})
+        out.append(_report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked))
     return out

@@ -18,6 +18,8 @@ class PipelineRank:
 
     counts: tuple[tuple[Slot, int], ...]
     """How often it runs each slot."""
+    last: Slot
+    """The one it runs last."""
     builders: dict[int, Builder]
     """By stage."""
     before: Seq
@@ -62,7 +64,7 @@ def build_pipeline(run: Run) -> Program:
         if alike not in around:
             around[alike] = (_before(run, mine, False), _after(run, mine, False), _before(run, mine, True), _after(run, mine, True))
         before, after, first_before, first_after = around[alike]
-        rank = PipelineRank(slot_counts(*order), mine, before, after)
+        rank = PipelineRank(slot_counts(*order), slot_pattern(*order)[-1][0][-1], mine, before, after)
         middle = Seq(tuple((Seq(tuple((rank.part(slot), 1) for slot in slots)), count) for slots, count in slot_pattern(*order)))
         role = f"pipeline rank {r}"
         step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
