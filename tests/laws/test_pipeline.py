@@ -53,7 +53,8 @@ def test_megatron_reduces_the_gradients_of_all_stages_at_once(plan: dict[str, in
     model = {"layers": 16, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 256, "tied_embeddings": False}
     steps, sent, slower = [], 0.0, 0.0
     for dp in (1, 8):  # in one NVLink domain: messages cross the same link
-        run = build_run(model=model, cluster={"gpus": 8 * dp, "gpu": "gb200"}, plan={"framework": "megatron", "pp": 8, **plan, **schedule}, recipe={"grad_accum": 16})
+        run = build_run(model=model, cluster={"gpus": 8 * dp, "gpu": "gb200"}, plan={"framework": "megatron", "pp": 8, **plan, **schedule},
+                        recipe={"grad_accum": 16})
         times = [role.time for role in predict(run, scaling=False).roles if role.time]
         steps.append(max(t.step_s - t.breakdown.get("stragglers", 0.0) for t in times))
         sent = max(sum(s for axis, s in t.communication_s.items() if axis.startswith("dp")) for t in times)
