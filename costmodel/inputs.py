@@ -176,7 +176,7 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
             return shape
         unknown_keys("model", model, tuple(Model.model_fields))
         assumed["model"] += f"; then {', '.join(model)} as given"
-        return _build(Model, {**_fields_of(shape, model), **model})
+        return _build(Model, {**fields_of(shape, model), **model})
     if model is None:
         raise PlanError("model", None, "a run needs a model.", "Use --params 1B, or --model llama-3-8b.")
     if isinstance(model, Model):
@@ -188,14 +188,14 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     fields = dict(model)
     base = fields.pop("base", None)
     unknown_keys("model", fields, tuple(Model.model_fields))
-    return _build(Model, fields if base is None else {**_fields_of(catalog.model(str(base)), fields), **fields})
+    return _build(Model, fields if base is None else {**fields_of(catalog.model(str(base)), fields), **fields})
 
 
 SIZES = frozenset({"base", "layers", "hidden", "heads", "ffn"})
 """Fields of a model that a parameter count decides."""
 
 
-def _fields_of(base: Model, changes: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(base: Model, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a model that a changed copy keeps; what followed from a changed field follows again."""
     fields = {**base.model_dump(), "name": f"{base.name}, changed", "shape_rule": ""}
     if "hidden" in changes and base.embedding_dim == base.hidden:

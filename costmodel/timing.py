@@ -106,25 +106,28 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     drained = max(ends)
     final = [priced(rank.part(rank.last)) for rank in ranks]
     done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
-    surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
-    around = max(b.seconds + a.seconds for b, a in surrounds)
+    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
+    reports: dict[tuple[int, float], TimeReport] = {}
     out: list[TimeReport] = []
-    for rank, (before, after), end, left in zip(ranks, surrounds, ends, final, strict=True):
-        parts: Parts = {}
-        phases: Parts = {}
-        comm: Parts = {}
-        exposed: Parts = {}
-        flops: Parts = {}
-        host = worked = 0.0
-        for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
-            worked += n * slot.seconds
-            host += n * slot.host
-            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
-                _add(into, more, n)
-        waited = end + left.tail - drained
-        if waited > 0.0:
-            worked += waited
-            for into, name in ((parts, f"exposed {left.tail_axis}"), (phases, "backward"), (exposed, left.tail_axis)):
-                _add(into, {name: waited})
-        out.append(_report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked))
+    for rank, end, left in zip(ranks, ends, final, strict=True):
+        waited = max(0.0, end + left.tail - drained)
+        alike = id(rank.parts), waited
+        if alike not in reports:
+            parts: Parts = {}
+            phases: Parts = {}
+            comm: Parts = {}
+            exposed: Parts = {}
+            flops: Parts = {}
+            host, worked = 0.0, waited
+            for part, n in rank.parts.parts:
+                slot = priced(part)
+                worked += n * slot.seconds
+                host += n * slot.host
+                for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
+                    _add(into, more, n)
+            if waited:
+                for into, name in ((parts, f"exposed {left.tail_axis}"), (phases, "backward"), (exposed, left.tail_axis)):
+                    _add(into, {name: waited})
+            reports[alike] = _report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked)
+        out.append(reports[alike])
     return out
