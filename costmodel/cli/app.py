@@ -12,6 +12,8 @@ from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
 from costmodel.cli.solve import solve
+from costmodel.cli.trace import trace
+from costmodel.cli.waterfall import waterfall
 
 if TYPE_CHECKING:
     from costmodel.advice import Advice
@@ -81,6 +83,8 @@ def predict(
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(solve)
+app.command(cls=SectionedCommand)(trace)
+app.command(cls=SectionedCommand)(waterfall)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":

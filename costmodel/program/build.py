@@ -124,9 +124,9 @@ class Builder:
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
-        """Forward and recompute of a unit, the same under every strategy."""
+        """Forward and recompute of a unit, the same under every strategy; backward of a layer, the same on every stage."""
         self.parts: dict[object, Seq] = {}
-        self.slots: dict[tuple[str, str], Seq] = {}
+        self.slots: dict[tuple[object, ...], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
         self.raw_backward: dict[object, list[Op | GradReady]] = like.raw_backward if like else {}
         layer = self.unit[LAYER]
@@ -333,11 +333,12 @@ class Builder:
                      for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *(node.extra if node.kind != "matmul" else ())))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
-        """A unit's own backward, with what happens to its gradients as they appear."""
+        """A unit's own backward, with what happens to its gradients as they appear; that of a layer is the same on every stage."""
         key = (unit, "backward", borrowed, self.strategy.gradient_key(micro, variant))
-        if key not in self.blocks:
-            self.block(key, unit, "backward", self._with_gradients(unit, index, micro, borrowed))
-        return self.blocks[key]
+        blocks = self.cores if unit == LAYER else self.blocks
+        if key not in blocks:
+            blocks[key] = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)))
+        return blocks[key]
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
         s = self.strategy
@@ -348,21 +349,26 @@ class Builder:
 
     def forward_slot(self, micro: str) -> Seq:
         """Forward of one micro-batch through this stage."""
-        return self._slot("forward", self._class(micro))
+        key = ("forward", self.strategy.forward_key(micro), self._replaces(micro))
+        if key not in self.slots:
+            self.slots[key] = self._forward(micro)
+        return self.slots[key]
 
     def backward_slot(self, micro: str) -> Seq:
         """Its backward."""
-        return self._slot("backward", self._class(micro))
+        micro = self._class(micro)
+        key = ("backward", micro)
+        if key not in self.slots:
+            self.slots[key] = self._backward(micro)
+        return self.slots[key]
 
     def _class(self, micro: str) -> str:
-        """The class of micro-batch that this one behaves like, for the strategy and for the schedule's loop."""
+        """The class of micro-batch that this one's backward behaves like, for the strategy and for the schedule's loop."""
         return micro if self.links.keeps_last_output else self.strategy.like(micro)
 
-    def _slot(self, phase: str, micro: str) -> Seq:
-        key = (phase, micro)
-        if key not in self.slots:
-            self.slots[key] = self._forward(micro) if phase == "forward" else self._backward(micro)
-        return self.slots[key]
+    def _replaces(self, micro: str) -> bool:
+        """Whether the output of this micro-batch takes the place of the previous one's."""
+        return self.links.keeps_until_next and micro not in (FIRST, ONLY)
 
     def _forward(self, micro: str) -> Seq:
         s, stage, links = self.strategy, self.stage, self.links
@@ -379,7 +385,7 @@ class Builder:
             parts.append(Block("stage", "forward", tuple(enter)))
         parts.append(compress(self.forward_layers(micro)))
         if stage.last:
-            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=links.keeps_until_next and micro not in (FIRST, ONLY)))
+            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=self._replaces(micro)))
         else:
             parts.append(Block("stage", "forward", tuple(leave)))
         return seq(*parts)
@@ -412,9 +418,10 @@ class Builder:
 
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
-        key = ("both", self._class(micro))
+        halves = self.forward_slot(micro), self.backward_slot(micro)
+        key = ("both", *map(id, halves))
         if key not in self.slots:
-            self.slots[key] = seq(self.forward_slot(micro), self.backward_slot(micro))
+            self.slots[key] = seq(*halves)
         return self.slots[key]
 
     def begin(self, first: bool) -> Block:
