@@ -4,7 +4,7 @@ from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build, single_builder
-from costmodel.program.ir import BlockCounts, Comm, block_counts
+from costmodel.program.ir import BlockCounts, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
@@ -36,8 +36,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
     memo: dict[int, reading.Reading] = {}
-    sends: dict[int, list[Comm]] = {}
-    sent = {key: _collectives(count, prices, sends) for key, count in {id(count): count for count in counts}.items()}
+    sent = {key: _collectives(count, prices, scan) for key, count in {id(count): count for count in counts}.items()}
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time, sent[id(count)])
              for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
@@ -91,14 +90,11 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 # -- time --------------------------------------------------------------------------------------------------------------------
 
 
-def _collectives(counts: BlockCounts, prices: RunPrices, sends: dict[int, list[Comm]]) -> tuple[Collective, ...]:
-    """The collectives of a step, equal ones together. `sends` carries those of a block (by identity) from rank to rank."""
+def _collectives(counts: BlockCounts, prices: RunPrices, scan: Scan) -> tuple[Collective, ...]:
+    """The collectives of a step, equal ones together."""
     found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
     for block, times in counts:
-        sent = sends.get(id(block))
-        if sent is None:
-            sent = sends[id(block)] = [op.comm for op in block.ops if op.comm is not None]
-        for c in sent:
+        for c in scan.of(block).sent:
             phase = "backward" if block.phase == "recompute" else block.phase
             key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
             found[key] = found.get(key, 0) + times

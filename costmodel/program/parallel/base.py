@@ -74,6 +74,10 @@ class Strategy:
         """A key for each layer, equal for layers whose hooks do the same in this phase."""
         return [None] * self.inventory.layers
 
+    def unit_variant(self, unit: str, micro: str) -> object:
+        """The same of embedding and head, in backward."""
+        return None
+
     def forward_key(self, micro: str) -> object:
         """Equal where the hooks of forward do the same."""
         return None
