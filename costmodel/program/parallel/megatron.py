@@ -4,8 +4,9 @@ Parameters 16-bit, gradients in a persistent buffer (fp32 by default: 18 bytes a
 distributed optimizer 6 + 12/n). Without it, gradients are all-reduced (2Ψ); with it reduce-scattered and the updated 16-bit
 parameters all-gathered (2Ψ). A gradient buffer of 16 bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM
 core/distributed/param_and_grad_buffer.py (bucket size max(40 M, 1 M x dp) parameters), core/optimizer; issue 654 (maintainer's
-bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer (bf16: fp32
-gradients beside 16-bit parameters).
+bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer: in bf16 fp32 gradients
+beside 16-bit parameters, and although the stage is 0 each rank has the master weights and moments of its slice only, all-reduces
+whole gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
 """
 
 from costmodel.program.inventory import Inventory, nbytes
@@ -27,9 +28,10 @@ class MegatronDP(Bucketed):
         super().__init__(run, numbers, inventory)
         self.distributed = run.plan.zero == 1
         self.axis = "dp_shard" if self.distributed else "dp_replicate"
-        self.sharded = ("master_weights", "optimizer") if self.distributed else ()
         self.n = run.plan.dp * run.plan.cp
-        self.shards = run.plan.state_shards if self.distributed else 1
+        slices = run.plan.framework == "deepspeed" and self.precision.master is not None and self.precision.parameter == "bf16"
+        self.shards = run.plan.state_shards if self.distributed else self.n if slices else 1
+        self.sharded = ("master_weights", "optimizer") if self.distributed or slices else ()
         self.local = -(-inventory.numel // self.shards)
         element = element_bytes(self.precision.reduce)
         cap = max(40_000_000, 1_000_000 * self.n) * element if run.plan.framework == "megatron" else run.plan.bucket_bytes
@@ -125,9 +127,9 @@ class MegatronDP(Bucketed):
         return [*sums, *self.update_in_fp32(role, first)]
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
-        """The distributed optimizer all-gathers the updated parameters, bucket by bucket."""
+        """Where the update is in slices, the updated parameters are all-gathered, bucket by bucket."""
         p = self.precision
-        if not self.distributed or self.n == 1:
+        if not self.sharded or self.n == 1:
             return []
         element, reduce_element = element_bytes(p.parameter), element_bytes(p.reduce)
         event = "params" if self.plan.overlap_param_gather else ""
