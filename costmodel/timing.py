@@ -1,6 +1,7 @@
 """From clocks to a TimeReport: what each second of a step was for, without and with a pipeline."""
 
 import math
+from collections.abc import Callable
 
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
@@ -74,13 +75,25 @@ class _Slot:
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
 
 
+def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[Part], float]) -> tuple[list[float], list[float]]:
+    """The schedule of a run's micro-batches, given the seconds of a slot: when each rank is done, and the end of every action by its index."""
+    p, m = run.plan, run.micro_batches
+    stages = p.pp * p.virtual_stages
+    durations: dict[str, list[float]] = {}
+    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
+        durations[name] = [seconds(ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
+    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
+    message = next(iter(ranks[0].builders.values())).links.message
+    transfer = prices.seconds_of("pp", "send", message, p.pp)
+    return pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
+
+
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
     """The time of every pipeline rank.
 
     Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
     ranks have drained, gradients are reduced and parameters updated; the slowest rank sets the pace of both.
     """
-    p, m = run.plan, run.micro_batches
     ranks: tuple[PipelineRank, ...] = program.pipeline
     slots: dict[int, _Slot] = {}
 
@@ -89,27 +102,22 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    stages = p.pp * p.virtual_stages
-    durations: dict[str, list[float]] = {}
-    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [priced(ranks[s % p.pp].part(Slot(kind, s, name))).seconds for s in range(stages) for kind in (FORWARD, BACKWARD)]
-    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
-    message = next(iter(ranks[0].builders.values())).links.message
-    transfer = prices.seconds_of("pp", "send", message, p.pp)
-    drained = max(pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer))
-    surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
-    around = max(b.seconds + a.seconds for b, a in surrounds)
-    out: list[TimeReport] = []
-    for rank, (before, after) in zip(ranks, surrounds, strict=True):
+    drained = max(paced(run, ranks, prices, lambda part: priced(part).seconds)[0])
+    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
+    reports: dict[int, TimeReport] = {}
+    for rank in ranks:
+        if id(rank.parts) in reports:
+            continue
         parts: Parts = {}
         phases: Parts = {}
         comm: Parts = {}
         exposed: Parts = {}
         host = worked = 0.0
-        for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
+        for part, n in rank.parts.parts:
+            slot = priced(part)
             worked += n * slot.seconds
             host += n * slot.host
             for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):
                 _add(into, more, n)
-        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked))
-    return out
+        reports[id(rank.parts)] = _report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked)
+    return [reports[id(rank.parts)] for rank in ranks]

@@ -67,7 +67,7 @@ class MegatronDP(Bucketed):
         return micro if self.syncs(micro) else MIDDLE
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return (self.syncs(micro), variant)
+        return (self.name, self.syncs(micro), variant)
 
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) and self.n > 1
