@@ -36,9 +36,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("name", lambda e: e.name), Column("family", lambda e: e.family), Column("parameters", lambda e: billions(e.params), ">"),
         Column("longest", lambda e: f"{e.max_positions:,}" if e.max_positions else "-", ">"), Column("predicted", _predicted)),
     "gpus": (
-        Column("name", lambda e: e.name), Column("architecture", lambda e: e.family.partition("_avx")[0]), Column("memory", lambda e: size(e.memory_bytes), ">"),
-        Column("bandwidth", lambda e: rate(e.memory_bytes_per_s), ">"), Column("bf16 TFLOP/s", lambda e: _tera(e.bf16_flops_per_s), ">"),
-        Column("predicted", _predicted)),
+        Column("name", lambda e: e.name), Column("architecture", lambda e: e.family.partition("_avx")[0]),
+        Column("memory", lambda e: size(e.memory_bytes), ">"), Column("bandwidth", lambda e: rate(e.memory_bytes_per_s), ">"),
+        Column("bf16 TFLOP/s", lambda e: _tera(e.bf16_flops_per_s), ">"), Column("predicted", _predicted)),
     "clusters": (
         Column("name", lambda e: e.name), Column("GPU", lambda e: e.accelerator or "any PCIe card"), Column("GPUs", lambda e: str(e.gpus_per_node), ">"),
         Column("inside", lambda e: f"{e.scale_up}{' switch' if e.scale_up_switched else ''}"),
