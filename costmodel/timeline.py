@@ -17,7 +17,7 @@ from costmodel.program.schedule import BACKWARD, Slot, micro_class, rank_order
 from costmodel.program.stages import PipelineRank, build_pipeline
 from costmodel.simulate import BLOCKING, CHUNK, COMPUTE_KINDS, ISSUE, SIDE, WAIT, Clocks, Compiled, Scan, run_block, step_time
 from costmodel.spec import PlanError, Run
-from costmodel.timing import paced
+from costmodel.timing import paced, tail_of
 
 SliceKind = Literal["unit", "matmul", "attention", "memory", "host", "collective", "side", "wait"]
 COMPUTE, HOST = "compute", "host"
@@ -135,7 +135,8 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
         return seconds[id(part)]
 
     free, ends = paced(run, ranks, prices, priced)
-    drained, mine = max(free), ranks[role]
+    tails = [tail_of(step_time(r.part(r.last), prices, scan=scan, drain=False))[0] for r in ranks]
+    done, mine = max(*free, *(end + tail for end, tail in zip(free, tails, strict=True))), ranks[role]
     ahead = priced(mine.before)
     spans = [Span("begin", _phase(mine.before), 0.0, ahead, -1, -1, mine.before, Clocks())]
     for kind, stage, micro in rank_order(p.schedule, p.pp, p.virtual_stages, m, role):
@@ -146,10 +147,10 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
         spans.append(Span(f"{word} {micro}", word, start, end, stage, micro, part, Clocks(), start))
     after = priced(mine.after)
     around = max(priced(r.before) + priced(r.after) for r in ranks)
-    spans.append(Span("update", "optimizer", ahead + drained, ahead + drained + after, -1, -1, mine.after, Clocks(), ahead + drained))
+    spans.append(Span("update", "optimizer", ahead + done, ahead + done + after, -1, -1, mine.after, Clocks(), ahead + done))
     layers = {stage: builder.layers for r in ranks for stage, builder in r.builders.items()}
     first = {stage: sum(layers[s] for s in range(stage)) for stage in layers}
-    return Timeline(name, tuple(spans), drained + around, first, p.pp, scan)
+    return Timeline(name, tuple(spans), done + around, first, p.pp, scan)
 
 
 # -- the slices of a span ----------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def _block_slices(clocks: Clocks, block: Block, scan: Scan) -> Iterator[Slice]:
         code, _, device, _, axis, *_ = step
         compute, host = clocks.compute, clocks.host
         waits = dict(clocks.waits)
-        run_block(clocks, Compiled((step,), block.phase, {}, 0.0), scan.kappa)
+        run_block(clocks, Compiled((step,), block.phase, {}, {}, 0.0), scan.kappa)
         if clocks.host > host and code != CHUNK:
             yield Slice(HOST, host, clocks.host, ops[0].name, block.phase, "host", ops[0])
         if code == CHUNK:

@@ -20,9 +20,10 @@ def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
         into[key] = into.get(key, 0.0) + times * seconds
 
 
-def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
-    """Seconds of the compute stream's kernels by what they are; seconds of the host."""
+def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, Parts, float]:
+    """Seconds of the compute stream's kernels by what they are; FLOPs of matmuls and attention that are not recompute; seconds of the host."""
     out: Parts = {}
+    flops: Parts = {}
     host = 0.0
     for block, times in counts:
         compiled = scan.of(block)
@@ -31,7 +32,9 @@ def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
         for kind, seconds in compiled.busy.items():
             name = whole or ("memory-bound" if kind == "memory" else kind)
             out[name] = out.get(name, 0.0) + times * seconds
-    return out, host
+        if not whole:
+            _add(flops, compiled.flops, times)
+    return out, flops, host
 
 
 def _waits(clocks: Clocks) -> Parts:
@@ -42,14 +45,14 @@ def _waits(clocks: Clocks) -> Parts:
     return out
 
 
-def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, host: float,
-            bubble: float) -> TimeReport:
+def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, flops: Parts,
+            host: float, bubble: float) -> TimeReport:
     """The step, with the fixed cost of one and the wait for the slowest rank."""
     stragglers = seconds * prices.jitter * math.log2(run.cluster.gpus)
     parts = {**parts, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
     phases = {**phases, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
     return TimeReport(seconds + stragglers + prices.fixed, {k: v for k, v in phases.items() if v}, {k: v for k, v in parts.items() if v},
-                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble)
+                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble, flops)
 
 
 def _exposed(clocks: Clocks) -> Parts:
@@ -58,21 +61,27 @@ def _exposed(clocks: Clocks) -> Parts:
 
 def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: BlockCounts) -> TimeReport:
     """The time of a rank without pipeline."""
-    parts, host = busy(counts, scan)
-    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), host, 0.0)
+    parts, flops, host = busy(counts, scan)
+    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), flops, host, 0.0)
 
 
 class _Slot:
     """A part of a rank's step, run alone: how long it takes and what for."""
 
-    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "host")
+    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host", "tail", "tail_axis")
 
     def __init__(self, part: Part, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> None:
         clocks = step_time(part, prices, scan=scan, drain=False)
         self.seconds = clocks.compute
-        self.parts, self.host = busy(block_counts(part, seen), scan)
+        self.parts, self.flops, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
+        self.tail, self.tail_axis = tail_of(clocks)
+
+
+def tail_of(clocks: Clocks) -> tuple[float, str]:
+    """How long, and which, a stream is still busy when a slot's last kernel is done; messages to other stages left out."""
+    return max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
 
 
 def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[Part], float]) -> tuple[list[float], list[float]]:
@@ -92,7 +101,8 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     """The time of every pipeline rank.
 
     Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
-    ranks have drained, gradients are reduced and parameters updated; the slowest rank sets the pace of both.
+    ranks have drained, and what the last backward of each left in flight is done, gradients are reduced and parameters updated; the
+    slowest rank sets the pace of both.
     """
     ranks: tuple[PipelineRank, ...] = program.pipeline
     slots: dict[int, _Slot] = {}
@@ -102,22 +112,32 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    drained = max(paced(run, ranks, prices, lambda part: priced(part).seconds)[0])
+    ends = paced(run, ranks, prices, lambda part: priced(part).seconds)[0]
+    drained = max(ends)
+    final = [priced(rank.part(rank.last)) for rank in ranks]
+    done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
     around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
-    reports: dict[int, TimeReport] = {}
-    for rank in ranks:
-        if id(rank.parts) in reports:
-            continue
-        parts: Parts = {}
-        phases: Parts = {}
-        comm: Parts = {}
-        exposed: Parts = {}
-        host = worked = 0.0
-        for part, n in rank.parts.parts:
-            slot = priced(part)
-            worked += n * slot.seconds
-            host += n * slot.host
-            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):
-                _add(into, more, n)
-        reports[id(rank.parts)] = _report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked)
-    return [reports[id(rank.parts)] for rank in ranks]
+    reports: dict[tuple[int, float], TimeReport] = {}
+    out: list[TimeReport] = []
+    for rank, end, left in zip(ranks, ends, final, strict=True):
+        waited = max(0.0, end + left.tail - drained)
+        alike = id(rank.parts), waited
+        if alike not in reports:
+            parts: Parts = {}
+            phases: Parts = {}
+            comm: Parts = {}
+            exposed: Parts = {}
+            flops: Parts = {}
+            host, worked = 0.0, waited
+            for part, n in rank.parts.parts:
+                slot = priced(part)
+                worked += n * slot.seconds
+                host += n * slot.host
+                for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
+                    _add(into, more, n)
+            if waited:
+                for into, name in ((parts, f"exposed {left.tail_axis}"), (phases, "backward"), (exposed, left.tail_axis)):
+                    _add(into, {name: waited})
+            reports[alike] = _report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked)
+        out.append(reports[alike])
+    return out

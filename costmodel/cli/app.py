@@ -12,6 +12,7 @@ from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
 from costmodel.cli.trace import trace
+from costmodel.cli.waterfall import waterfall
 
 if TYPE_CHECKING:
     from costmodel.catalog.profiles import Profile
@@ -78,6 +79,7 @@ def predict(
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(trace)
+app.command(cls=SectionedCommand)(waterfall)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:

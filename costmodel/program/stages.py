@@ -23,6 +23,8 @@ class PipelineRank:
     """A steady step: what happens when the last micro-batch is done (gradients reduced, parameters updated)."""
     parts: Seq
     """A steady step by what it runs, not by when; ranks that run the same have the same object."""
+    last: Slot
+    """What it runs last of the schedule."""
 
     def part(self, slot: Slot) -> Seq:
         """The program of a slot."""
@@ -71,7 +73,7 @@ def build_pipeline(run: Run) -> Program:
         middle = Seq(tuple([(one([(_part(mine, slot), 1) for slot in slots]), count) for slots, count in slot_pattern(*order)]))
         role = f"pipeline rank {r}"
         step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
-        ranks.append(PipelineRank(mine, before, after, parts))
+        ranks.append(PipelineRank(mine, before, after, parts, slot_pattern(*order)[-1][0][-1]))
         roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())

@@ -105,4 +105,4 @@ def test_every_rank_of_a_pipeline_has_a_timeline_within_the_step(plan: dict[str,
         assert found.spans[-1].end_s <= found.busy_s * (1 + CLOSE)
         assert all(a.end_s <= b.start_s + CLOSE for a, b in pairwise(found.spans))
         worked = sum(s.end_s - s.start_s for s in found.spans)
-        assert math.isclose(found.busy_s - worked, role.time.bubble_s or 0.0, rel_tol=1e-6, abs_tol=1e-9)
+        assert found.busy_s - worked >= (role.time.bubble_s or 0.0) - 1e-9, "idle, or waiting for what the last backward sends"
