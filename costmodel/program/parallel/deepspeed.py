@@ -27,6 +27,7 @@ class DeepSpeedZero(Bucketed):
 
     name = "deepspeed"
     axis = "dp_shard"
+    reads: tuple[str, ...] = ("bucket_bytes", "overlap_grad_reduce", "allgather_bucket_params")
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
@@ -120,6 +121,8 @@ class DeepSpeedZero(Bucketed):
 
 class DeepSpeedZero3(DeepSpeedZero):
     """Stage 3: parameters are split too, and gathered layer by layer."""
+
+    reads = ("bucket_bytes", "overlap_grad_reduce", "prefetch_bucket_params", "max_live_params")
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
