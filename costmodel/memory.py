@@ -79,6 +79,8 @@ def join(a: Reading, b: Reading) -> Reading:
 
 def repeat(a: Reading, n: int) -> Reading:
     """a, n times: the peak is in the last repeat where a leaves something behind, else in the first."""
+    if not any(a.net) and not any(a.pools):
+        return a
     before = Reading(tuple([x * (n - 1) for x in a.net]), a.total * (n - 1), 0, (0,) * WIDTH, "", 0,
                      tuple([x * (n - 1) for x in a.pools]), (0,) * len(POOLS))
     end = join(before, a)
@@ -89,7 +91,8 @@ def repeat(a: Reading, n: int) -> Reading:
 
 def read(part: Part, memo: dict[int, Reading]) -> Reading:
     """The reading of a piece of program; `memo` holds what has been read before, of this program."""
-    return fold(part, read_block, join, repeat, ZERO, memo)
+    known = memo.get(id(part))
+    return fold(part, read_block, join, repeat, ZERO, memo) if known is None else known
 
 
 def of_tensors(tensors: tuple[Tensor, ...]) -> Reading:
@@ -126,9 +129,12 @@ def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Readi
         one = read(child, memo)
         passes = join(passes, one if n == 1 else repeat(one, n))
     here = Reading(passes.net, passes.total, passes.total, passes.net, "before the update", passes.net[ACTIVATIONS], passes.pools, passes.pools)
-    last, n = step.parts[-1]
+    last, _ = step.parts[-1]
     update = join(here, read(last, memo))
-    return join(passes, read(last, memo)), passes, update
+    higher = update if update.peak > passes.peak else passes
+    whole = Reading(update.net, update.total, higher.peak, higher.at_peak, higher.moment, max(passes.activations, update.activations), update.pools,
+                    tuple(map(max, passes.pool_peaks, update.pool_peaks)))
+    return whole, passes, update
 
 
 def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> MemoryReading:

@@ -127,7 +127,7 @@ class Builder:
         self.cores: dict[object, Block] = like.cores if like else {}
         """Forward and recompute of a unit, the same under every strategy; backward of a layer, the same on every stage."""
         self.parts: dict[object, Seq] = {}
-        self.slots: dict[tuple[str, str], Seq] = {}
+        self.slots: dict[tuple[object, ...], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
         self.raw_backward: dict[object, list[Op | GradReady]] = like.raw_backward if like else {}
         layer = self.unit[LAYER]
@@ -350,21 +350,26 @@ class Builder:
 
     def forward_slot(self, micro: str) -> Seq:
         """Forward of one micro-batch through this stage."""
-        return self._slot("forward", self._class(micro))
+        key = ("forward", self.strategy.forward_key(micro), self._replaces(micro))
+        if key not in self.slots:
+            self.slots[key] = self._forward(micro)
+        return self.slots[key]
 
     def backward_slot(self, micro: str) -> Seq:
         """Its backward."""
-        return self._slot("backward", self._class(micro))
+        micro = self._class(micro)
+        key = ("backward", micro)
+        if key not in self.slots:
+            self.slots[key] = self._backward(micro)
+        return self.slots[key]
 
     def _class(self, micro: str) -> str:
-        """The class of micro-batch that this one behaves like, for the strategy and for the schedule's loop."""
+        """The class of micro-batch that this one's backward behaves like, for the strategy and for the schedule's loop."""
         return micro if self.links.keeps_last_output else self.strategy.like(micro)
 
-    def _slot(self, phase: str, micro: str) -> Seq:
-        key = (phase, micro)
-        if key not in self.slots:
-            self.slots[key] = self._forward(micro) if phase == "forward" else self._backward(micro)
-        return self.slots[key]
+    def _replaces(self, micro: str) -> bool:
+        """Whether the output of this micro-batch takes the place of the previous one's."""
+        return self.links.keeps_until_next and micro not in (FIRST, ONLY)
 
     def _forward(self, micro: str) -> Seq:
         s, stage, links = self.strategy, self.stage, self.links
@@ -381,7 +386,7 @@ class Builder:
             parts.append(Block("stage", "forward", tuple(enter)))
         parts.append(compress(self.forward_layers(micro)))
         if stage.last:
-            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=links.keeps_until_next and micro not in (FIRST, ONLY)))
+            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=self._replaces(micro)))
         else:
             parts.append(Block("stage", "forward", tuple(leave)))
         return seq(*parts)
@@ -414,9 +419,10 @@ class Builder:
 
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
-        key = ("both", self._class(micro))
+        halves = self.forward_slot(micro), self.backward_slot(micro)
+        key = ("both", *map(id, halves))
         if key not in self.slots:
-            self.slots[key] = seq(self.forward_slot(micro), self.backward_slot(micro))
+            self.slots[key] = seq(*halves)
         return self.slots[key]
 
     def begin(self, first: bool) -> Block:
