@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.cli import listing
+from costmodel.cli.compare import compare
+from costmodel.cli.explain import explain
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
 from costmodel.cli.mesh import mesh
 from costmodel.cli.oom import MessageCommand, oom
@@ -86,7 +88,9 @@ app.command(cls=MessageCommand)(oom)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(solve)
 app.command(cls=SectionedCommand)(trace)
+app.command(cls=SectionedCommand)(explain)
 app.command(cls=SectionedCommand)(waterfall)
+app.command(cls=SectionedCommand)(compare)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":

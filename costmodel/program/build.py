@@ -87,6 +87,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
+            (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
             (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
             (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
@@ -117,6 +118,8 @@ class Builder:
                  stage: Stage | None = None) -> None:
         self.run = run
         self.stage = stage or Stage(WHOLE, inventory.layers, True, True)
+        self.tied = run.model.tied_embeddings and self.stage.first and self.stage.last
+        """Lookup and head share a matrix on this rank."""
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
@@ -124,7 +127,7 @@ class Builder:
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
-        """Forward and recompute of a unit, the same under every strategy; backward of a layer, the same on every stage."""
+        """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""
         self.parts: dict[object, Seq] = {}
         self.slots: dict[tuple[object, ...], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
@@ -241,8 +244,13 @@ class Builder:
         """The unit's backward as the tape derives it."""
         key = (unit, borrowed)
         if key not in self.raw_backward:
-            u = self.unit[unit]
-            self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=self._saves_entry(unit) and not borrowed[0], owned=not borrowed[1])
+            u, frees = self.unit[unit], self._saves_entry(unit)
+            if borrowed[0] and frees:
+                assert u.entry is not None
+                ops = self._raw_backward(unit, (False, borrowed[1]))
+                self.raw_backward[key] = [_keeping(op, Tensor(u.entry.name, "activations", u.entry.own_bytes)) for op in ops]
+            else:
+                self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1])
         return self.raw_backward[key]
 
     def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool]) -> list[Op]:
@@ -255,7 +263,7 @@ class Builder:
             if isinstance(item, Op):
                 out.append(item)
                 continue
-            tied = self.run.model.tied_embeddings and item.param.name == "embedding.weight" and self.stage.first and self.stage.last
+            tied = self.tied and item.param.name == "embedding.weight"
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
             if tied and unit == HEAD:
                 out[-1] = out[-1].taking((first_use,))
@@ -333,16 +341,18 @@ class Builder:
                      for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *(node.extra if node.kind != "matmul" else ())))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
-        """A unit's own backward, with what happens to its gradients as they appear; that of a layer is the same on every stage."""
-        key = (unit, "backward", borrowed, self.strategy.gradient_key(micro, variant))
-        blocks = self.cores if unit == LAYER else self.blocks
-        if key not in blocks:
-            blocks[key] = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)))
-        return blocks[key]
+        """A unit's own backward, with what happens to its gradients as they appear; the same on every stage."""
+        alike = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied)
+        key = (*alike, borrowed)
+        if key not in self.cores:
+            made = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)), self.cores.get(alike))
+            self.cores[key] = made
+            self.cores.setdefault(alike, made)
+        return self.cores[key]
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
         s = self.strategy
-        return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, None),
+        return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, s.unit_variant(unit, micro)),
                             [*s.after_backward(unit, 0, micro), *after])
 
     # -- step --------------------------------------------------------------------------------------------------------------
@@ -449,6 +459,15 @@ class Builder:
             parts.append(self.micro_batch(LAST))
         parts.append(self.update(role, first))
         return seq(*parts)
+
+
+def _keeping(op: Op | GradReady, tensor: Tensor) -> Op | GradReady:
+    """The op without its release of a tensor."""
+    if isinstance(op, Op) and tensor in op.frees:
+        frees = list(op.frees)
+        frees.remove(tensor)
+        return op._replace(frees=tuple(frees))
+    return op
 
 
 def compress(parts: list[tuple[Part, int]]) -> Seq:
