@@ -32,7 +32,7 @@ def max_allocated(found: Solution) -> int:
     return next(r.memory.allocated.total_bytes for r in found.beyond_report.roles if r.role == found.bound.role and r.memory)
 
 
-@examples(30)
+@examples(20)
 @given(runs(GPUS), st.sampled_from(["micro_batch", "seq_len", "layers"]), st.sampled_from([1.2, 1.5, 3.0]), st.booleans())
 def test_the_largest_fits_and_one_more_does_not(run: Run, quantity: Literal["micro_batch", "seq_len", "layers"], share: float, risky: bool) -> None:
     run = on_a_small_card(run, share)
