@@ -37,29 +37,43 @@ ZERO = Reading((0,) * WIDTH, 0, 0, (0,) * WIDTH, "", 0, (0,) * len(POOLS), (0,) 
 def read_block(block: Block) -> Reading:
     """One pass over the ops: allocations count before an op runs, releases after it."""
     net = [0] * WIDTH
-    pools, pool_peaks = [0] * len(POOLS), [0] * len(POOLS)
     total = peak = top = 0
-    moment = ""
+    moment, aside = "", False
     at_peak: tuple[int, ...] | None = None
     for op in block.ops:
-        if op.allocs:
-            for _, category, nbytes, pool in op.allocs:
+        allocs, frees = op.allocs, op.frees
+        if allocs:
+            for _, category, nbytes, pool in allocs:
                 net[INDEX[category]] += nbytes
                 total += nbytes
-                p = POOL_INDEX[pool]
-                pools[p] += nbytes
-                if pools[p] > pool_peaks[p]:
-                    pool_peaks[p] = pools[p]
+                if pool:
+                    aside = True
             if total > peak:
                 peak, moment, at_peak = total, op.name, tuple(net)
             if net[ACTIVATIONS] > top:
                 top = net[ACTIVATIONS]
-        for _, category, nbytes, pool in op.frees:
-            net[INDEX[category]] -= nbytes
-            total -= nbytes
-            pools[POOL_INDEX[pool]] -= nbytes
+        if frees:
+            for _, category, nbytes, pool in frees:
+                net[INDEX[category]] -= nbytes
+                total -= nbytes
+                if pool:
+                    aside = True
     words = f"{block.phase} of {block.name}: {moment}" if moment else ""
-    return Reading(tuple(net), total, peak, at_peak or (0,) * WIDTH, words, top, tuple(pools), tuple(pool_peaks))
+    pools, pool_peaks = _read_pools(block) if aside else ((total, 0, 0), (peak, 0, 0))
+    return Reading(tuple(net), total, peak, at_peak or (0,) * WIDTH, words, top, pools, pool_peaks)
+
+
+def _read_pools(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes per allocator pool at the end, and the highest of each, where a block uses more than the compute stream's."""
+    pools, peaks = [0] * len(POOLS), [0] * len(POOLS)
+    for op in block.ops:
+        for t in op.allocs:
+            p = POOL_INDEX[t.pool]
+            pools[p] += t.nbytes
+            peaks[p] = max(peaks[p], pools[p])
+        for t in op.frees:
+            pools[POOL_INDEX[t.pool]] -= t.nbytes
+    return tuple(pools), tuple(peaks)
 
 
 def join(a: Reading, b: Reading) -> Reading:

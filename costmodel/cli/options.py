@@ -78,14 +78,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--profile", "profile", "word", "Machine constants (`costmodel list profiles`). Default: those of the GPU."),
 )
 _PANELS = {"params": MODEL, "model": MODEL, "cluster": MODEL, "profile": MODEL, "plan": SPREAD, "recipe": STEP}
-_BY_FIELD = {flag.field: flag for flag in FLAGS}
+BY_FIELD = {flag.field: flag for flag in FLAGS}
 _BY_LAST_NAME = {flag.field.rpartition(".")[2]: flag for flag in FLAGS}
 
 
 def flag_of(field: str) -> str:
     """How a field is given on the command line: its flag, else `--set field=…`."""
-    if field in _BY_FIELD:
-        return _BY_FIELD[field].name
+    if field in BY_FIELD:
+        return BY_FIELD[field].name
     return f"--set {field}"
 
 
@@ -228,7 +228,7 @@ def _merge(mapping: dict[str, Any], origins: dict[str, Origin], flags: Mapping[s
     if "params" in flags and "model" in flags:
         raise InputError(f"--params {flags['params']} and --model {flags['model']}: a run has one model. Give one of the two.")
     for field, written in flags.items():
-        flag = _BY_FIELD[field]
+        flag = BY_FIELD[field]
         value = flag_value(flag, written)
         text = (flag.name if value else f"--no-{flag.name[2:]}") if flag.kind == "switch" else f"{flag.name} {shown(written)}"
         _drop_rivals(mapping, origins, field, value)

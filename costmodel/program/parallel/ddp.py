@@ -162,6 +162,7 @@ class DDP(Bucketed):
     """Distributed data parallel, PyTorch's reducer."""
 
     name = "ddp"
+    reads = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view")
     axis = "dp_replicate"
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
