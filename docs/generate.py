@@ -1,9 +1,12 @@
-"""Write what the pages take from the code: the field tables of docs/run.md and docs/report.md, the example of README.md.
+"""Write what the pages take from the code: the field tables of docs/run.md and docs/report.md, the outputs of README.md and docs/questions.md.
 
     python docs/generate.py
 
 A table stands between `<!-- table: Name -->` and `<!-- end -->`, a command's output between `<!-- output: arguments -->` and
 `<!-- end -->`; the text around them is written by hand. A test holds that the files are what this writes.
+
+`<!-- output: arguments :: VERDICT :: MEMORY > A, activations -->` shows parts of a long output: the paragraphs that begin with these words, and of MEMORY
+only its first line and the lines that begin with `A` or `activations`.
 """
 
 import ast
@@ -157,11 +160,30 @@ def table(kind: type) -> str:
     return "\n".join(lines)
 
 
+DOES_NOT_FIT = 3
+"""Exit code of an answer that is an answer all the same."""
+
+
 def output(arguments: str) -> str:
-    """What `costmodel ARGUMENTS` prints on 80 columns."""
+    """What `costmodel ARGUMENTS` prints on 80 columns, or the parts of it that are named."""
     environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(DOCS.parent)}
-    done = subprocess.run([sys.executable, "-m", "costmodel", *shlex.split(arguments)], capture_output=True, text=True, check=True, env=environment)
-    return f"```text\n{done.stdout.rstrip()}\n```"
+    command, *parts = arguments.split(" :: ")
+    done = subprocess.run([sys.executable, "-m", "costmodel", *shlex.split(command)], capture_output=True, text=True, check=False, env=environment)
+    if done.returncode not in (0, DOES_NOT_FIT):
+        raise SystemExit(f"costmodel {command}: {done.stderr}")
+    text = "\n\n".join(excerpt(done.stdout, part) for part in parts) if parts else done.stdout.rstrip()
+    return f"```text\n{text}\n```"
+
+
+def excerpt(text: str, part: str) -> str:
+    """The paragraph of an output that begins with some words; with ` > a, b` of its lines the first and those that begin with a or b."""
+    words, _, rows = part.partition(" > ")
+    paragraph = next((p for p in text.rstrip().split("\n\n") if p.strip().startswith(words)), None)
+    if paragraph is None:
+        raise SystemExit(f"no paragraph begins with {words!r}")
+    first, *lines = paragraph.splitlines()
+    wanted = tuple(f"{row.strip()} " for row in rows.split(",")) if rows else ("",)
+    return "\n".join([first, *(line for line in lines if f"{line.strip()} ".startswith(wanted))])
 
 
 def filled(text: str) -> str:
@@ -171,7 +193,7 @@ def filled(text: str) -> str:
     return re.sub(r"(<!-- output: (.*?) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{output(m[2])}\n{m[3]}", text, flags=re.DOTALL)
 
 
-PAGES = ("docs/run.md", "docs/report.md", "README.md")
+PAGES = ("docs/run.md", "docs/report.md", "docs/questions.md", "README.md")
 
 if __name__ == "__main__":
     for page in PAGES:
