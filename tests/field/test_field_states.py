@@ -10,6 +10,7 @@ import pytest
 from asked import GB, GIB, GPT, MIB, kept, memory, predicted, run_of, states
 
 from costmodel import StepReport, predict
+from costmodel.explain import explain
 
 BF16_GRADIENTS = {"base": "bf16-mixed", "gradient": "bf16", "reduce": "bf16"}
 
@@ -111,6 +112,19 @@ def test_deepspeeds_stage_0_in_bf16_shards_its_states() -> None:
     found = states(predict(run, scaling=False))
     expected = {"parameters": 2.0, "gradients": 4.0, "master_weights": 4 / 8, "optimizer": 8 / 8}
     assert {k: v / run.model.params for k, v in found.items()} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("framework", "zero", "expected"), [
+    ("megatron", 1, {"parameters": (2, 2), "gradients": (4, 4), "master weights": (4, 0.5), "first moment": (4, 0.5), "second moment": (4, 0.5)}),
+    ("deepspeed", 2, {"parameters": (2, 2), "gradients": (2, 0.25), "master weights": (4, 0.5), "first moment": (4, 0.5), "second moment": (4, 0.5)}),
+    ("deepspeed", 3, {"parameters": (2, 0.25), "gradients": (2, 0.25), "master weights": (4, 0.5), "first moment": (4, 0.5), "second moment": (4, 0.5)}),
+    ("pytorch", 3, {"parameters": (4, 0.5), "gradients": (4, 0.5), "first moment": (4, 0.5), "second moment": (4, 0.5)})])
+def test_each_frameworks_bytes_are_listed_term_by_term(framework: str, zero: int, expected: dict[str, tuple[float, float]]) -> None:
+    """C11 and C12: the same number of bytes a parameter hides different contents, so `explain` lists them, whole and over 8 ranks."""
+    run = run_of(params="7B", gpus=8, plan={"framework": framework, "zero": zero}, seq_len=128, optimizer="adamw:foreach")
+    listed = {t.name: (t.whole, t.here) for t in explain(run).terms if t.between_steps and t.name in expected}
+    assert set(listed) == set(expected)
+    assert all(listed[name] == pytest.approx(figures, rel=1e-3) for name, figures in expected.items())
 
 
 # -- sharded over how many ---------------------------------------------------------------------------------------------------
