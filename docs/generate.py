@@ -13,10 +13,8 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,10 +164,12 @@ DOES_NOT_FIT = 3
 
 def output(arguments: str) -> str:
     """What `costmodel ARGUMENTS` prints on 80 columns, or the parts of it that are named."""
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(DOCS.parent)}
+    from typer.testing import CliRunner
+
+    from costmodel.cli.app import app
     command, *parts = arguments.split(" :: ")
-    done = subprocess.run([sys.executable, "-m", "costmodel", *shlex.split(command)], capture_output=True, text=True, check=False, env=environment)
-    if done.returncode not in (0, DOES_NOT_FIT):
+    done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "80"})
+    if done.exit_code not in (0, DOES_NOT_FIT):
         raise SystemExit(f"costmodel {command}: {done.stderr}")
     text = "\n\n".join(excerpt(done.stdout, part) for part in parts) if parts else done.stdout.rstrip()
     return f"```text\n{text}\n```"
