@@ -207,18 +207,27 @@ BERT_LARGE = {**GPT, "layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096, "vo
               "tied_embeddings": True}
 
 
-def bert(zero: int, bucket_elements: float, micro_batch: int = 1) -> int:
-    report = predicted(model=BERT_LARGE, gpus=4, gpu="v100_sxm2_32gb", plan={"framework": "deepspeed", "zero": zero, "bucket_bytes": int(2 * bucket_elements)},
-                       seq_len=128, micro_batch=micro_batch, precision="fp16-mixed", causal=False)
+def bert(zero: int, bucket_elements: float, micro_batch: int = 1, **plan: Any) -> int:
+    plan |= {"framework": "deepspeed", "zero": zero, "bucket_bytes": int(2 * bucket_elements)}
+    report = predicted(model=BERT_LARGE, gpus=4, gpu="v100_sxm2_32gb", plan=plan, seq_len=128, micro_batch=micro_batch, precision="fp16-mixed",
+                       causal=False)
     return memory(report).allocated.total_bytes
 
 
 def test_deepspeeds_buckets_outweigh_what_stage_2_saves() -> None:
-    """C47, deepspeedai/DeepSpeed#1302 and #6936: a bucket of 5e8 fp16 elements is 954 MiB, of which overlapping needs two, while a 340M model's
+    """C47, deepspeedai/DeepSpeed#1302 and #6936: a bucket of 5e8 fp16 elements is 954 MiB, and overlapping needs two, while a 340M model's
     stage 2 saves 340M x 2 x 3/4 = 0.5 GB. (In that report stage 1 was the one of 2021, which had no such buckets.)"""
     assert bert(2, 5e8) > bert(1, 5e7)
     assert bert(2, 5e7) < bert(1, 5e7)
-    assert (bert(1, 5e8) - bert(1, 5e7)) / 2 == 4.5e8 * 2
+    assert bert(1, 5e8) - bert(1, 5e7) == 4.5e8 * 2
+    assert bert(1, 5e8, overlap_grad_reduce=True) - bert(1, 5e8) == 5e8 * 2
+
+
+def test_left_out_the_bucket_is_deepspeeds_own() -> None:
+    """C47: reduce_bucket_size is 5e8 elements unless set (deepspeed/runtime/zero/config.py), and overlap_comm is off in stages 1 and 2."""
+    given: dict[str, Any] = {"model": BERT_LARGE, "gpus": 4, "seq_len": 128, "precision": "fp16-mixed", "gpu": "v100"}
+    found = states(predicted(**given, plan={"framework": "deepspeed", "zero": 2}))
+    assert found["communication"] == 5e8 * 2
 
 
 def test_at_the_losss_peak_stage_2_has_nothing_to_save() -> None:
