@@ -46,7 +46,7 @@ class Resolved(NamedTuple):
     assumed: dict[str, str]
 
 
-CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes")
+CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes", "memory_bytes")
 PLAN_WORDS = ("strategy", "dp", "bucket_mb")
 S = TypeVar("S", bound=Spec)
 
@@ -241,7 +241,17 @@ def _cluster(given: dict[str, Any], plan: Mapping[str, Any], recipe: Mapping[str
         gpus, why = _gpus_of_degrees(plan, recipe)
         assumed["cluster.gpus"] = f"{gpus} ({why})"
     cluster = catalog.cluster(gpus=gpus, gpu=gpu, name=name, gpus_per_node=given.get("gpus_per_node"), nodes=nodes)
-    changes: dict[str, Any] = {key: given[key] for key in ("host", "levels", "host_memory_bytes") if key in given}
+    return adjusted(cluster, given)
+
+
+ADJUSTED = ("host", "levels", "host_memory_bytes")
+
+
+def adjusted(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
+    """A cluster of the catalogue with what was given of it besides."""
+    changes: dict[str, Any] = {key: given[key] for key in ADJUSTED if key in given}
+    if "memory_bytes" in given:
+        changes["accelerator"] = {**cluster.accelerator.model_dump(), "memory_bytes": given["memory_bytes"]}
     return _build(Cluster, {**cluster.model_dump(), **changes}) if changes else cluster
 
 
