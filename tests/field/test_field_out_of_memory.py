@@ -10,6 +10,7 @@ from asked import GB, GIB, GPT, MIB, kept, memory, predicted, run_of, states, wi
 
 from costmodel import StepReport, predict
 from costmodel.advice import advise
+from costmodel.oom import diagnose, read_message
 from costmodel.solve import fewest_gpus
 
 
@@ -72,6 +73,14 @@ def test_fused_adam_leaves_the_states_alone() -> None:
     assert peak.total_bytes / GIB == pytest.approx(12.55, abs=0.1)
     assert peak.total_bytes + sum(m.outside.values()) < 15.77 * GIB
     assert m.allocated.total_bytes < memory(llama_2_7b("adamw:foreach")).allocated.total_bytes
+
+
+def test_what_a_run_does_not_explain_is_said() -> None:
+    """C58, mosaicml/llm-foundry#183: MPT-7B on 2 cards of 79.21 GiB died at 77.52 GiB allocated. Its states are 49.5, and with one sequence a rank the rest of
+    this run is small: something else lived there."""
+    run = run_of(model="mpt-7b-released", gpus=2, gpu="a100_sxm_80gb", plan={"strategy": "fsdp"}, seq_len=2048)
+    message = "CUDA out of memory. Tried to allocate 256.00 MiB (GPU 0; 79.21 GiB total capacity; 77.52 GiB already allocated)"
+    assert diagnose(run, read_message(message)).cause == "not described"
 
 
 def test_the_first_step_lacks_the_optimizers_state() -> None:
