@@ -1,19 +1,20 @@
-"""Write what the pages take from the code: the field tables of docs/run.md and docs/report.md, the example of README.md.
+"""Write what the pages take from the code: the field tables of docs/run.md and docs/report.md, the outputs of README.md and docs/questions.md.
 
     python docs/generate.py
 
 A table stands between `<!-- table: Name -->` and `<!-- end -->`, a command's output between `<!-- output: arguments -->` and
 `<!-- end -->`; the text around them is written by hand. A test holds that the files are what this writes.
+
+`<!-- output: arguments :: VERDICT :: MEMORY > A, activations -->` shows parts of a long output: the paragraphs that begin with these words, and of MEMORY
+only its first line and the lines that begin with `A` or `activations`.
 """
 
 import ast
 import dataclasses
 import inspect
 import itertools
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,11 +190,32 @@ def table(kind: type) -> str:
     return "\n".join(lines)
 
 
+DOES_NOT_FIT = 3
+"""Exit code of an answer that is an answer all the same."""
+
+
 def output(arguments: str) -> str:
-    """What `costmodel ARGUMENTS` prints on 80 columns."""
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(DOCS.parent)}
-    done = subprocess.run([sys.executable, "-m", "costmodel", *shlex.split(arguments)], capture_output=True, text=True, check=True, env=environment)
-    return f"```text\n{done.stdout.rstrip()}\n```"
+    """What `costmodel ARGUMENTS` prints on 80 columns, or the parts of it that are named."""
+    from typer.testing import CliRunner
+
+    from costmodel.cli.app import app
+    command, *parts = arguments.split(" :: ")
+    done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "80"})
+    if done.exit_code not in (0, DOES_NOT_FIT):
+        raise SystemExit(f"costmodel {command}: {done.stderr}")
+    text = "\n\n".join(excerpt(done.stdout, part) for part in parts) if parts else done.stdout.rstrip()
+    return f"```text\n{text}\n```"
+
+
+def excerpt(text: str, part: str) -> str:
+    """The paragraph of an output that begins with some words; with ` > a, b` of its lines the first and those that begin with a or b."""
+    words, _, rows = part.partition(" > ")
+    paragraph = next((p for p in text.rstrip().split("\n\n") if p.strip().startswith(words)), None)
+    if paragraph is None:
+        raise SystemExit(f"no paragraph begins with {words!r}")
+    first, *lines = paragraph.splitlines()
+    wanted = tuple(f"{row.strip()} " for row in rows.split(",")) if rows else ("",)
+    return "\n".join([first, *(line for line in lines if f"{line.strip()} ".startswith(wanted))])
 
 
 def filled(text: str) -> str:
@@ -203,7 +225,7 @@ def filled(text: str) -> str:
     return re.sub(r"(<!-- output: (.*?) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{output(m[2])}\n{m[3]}", text, flags=re.DOTALL)
 
 
-PAGES = ("docs/run.md", "docs/report.md", "docs/explain.md", "README.md")
+PAGES = ("docs/run.md", "docs/report.md", "docs/explain.md", "docs/questions.md", "README.md")
 
 if __name__ == "__main__":
     for page in PAGES:

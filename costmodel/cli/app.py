@@ -11,6 +11,7 @@ from costmodel.cli.compare import compare
 from costmodel.cli.explain import explain
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
 from costmodel.cli.mesh import mesh
+from costmodel.cli.oom import MessageCommand, oom
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
 from costmodel.cli.solve import solve
@@ -83,6 +84,7 @@ def predict(
 
 
 app.command(cls=SectionedCommand)(mesh)
+app.command(cls=MessageCommand)(oom)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(solve)
 app.command(cls=SectionedCommand)(trace)
