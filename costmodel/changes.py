@@ -16,7 +16,7 @@ from costmodel.spec.run import INTERLEAVED
 
 Keep = Literal["micro_batch", "global_batch"]
 BATCH = ("micro_batch", "grad_accum", "global_batch")
-KEPT = ("host",)
+KEPT = ("host", "slow_rank", "link_factors")
 """Of a cluster: what stays on another GPU or node type."""
 
 

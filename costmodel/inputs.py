@@ -46,7 +46,8 @@ class Resolved(NamedTuple):
     assumed: dict[str, str]
 
 
-CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes", "memory_bytes")
+CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes", "memory_bytes", "slow_rank",
+                 "link_factors")
 PLAN_WORDS = ("strategy", "dp", "bucket_mb")
 S = TypeVar("S", bound=Spec)
 
@@ -244,7 +245,7 @@ def _cluster(given: dict[str, Any], plan: Mapping[str, Any], recipe: Mapping[str
     return adjusted(cluster, given)
 
 
-ADJUSTED = ("host", "levels", "host_memory_bytes")
+ADJUSTED = ("host", "levels", "host_memory_bytes", "slow_rank", "link_factors")
 
 
 def adjusted(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:

@@ -11,7 +11,8 @@ from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.simulate import Scan, seconds, step_time
 from costmodel.spec import Plan, Recipe, Run
-from costmodel.timing import pipeline_times, step_report
+from costmodel.spec.cluster import NETWORKS
+from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
 RISKY_SHARE = 0.90
 """Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
@@ -36,6 +37,10 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
+    late: dict[int, float] = {}
+    if run.cluster.slow_rank > 1:
+        late = slow_rank_waits(run, constants, program, scan)
+        times = [waiting(time, max(late.values())) for time in times]
     memo: dict[int, reading.Reading] = {}
     sent = {key: _collectives(count, prices, scan) for key, count in {id(count): count for count in counts}.items()}
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time, sent[id(count)])
@@ -47,7 +52,8 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
         scaling=_scaling(run, program, scan, prices.fixed, slowest.step_s) if scaling else None,
-        bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times)), basis=_basis(constants, run))
+        bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times), *_what_if(run, program, late)),
+        basis=_basis(constants, run))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ def single_gpu(run: Run) -> Run:
 
 BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
                "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host: kernels are launched too slowly",
-               "contention": "contention of communication with compute"}
+               "contention": "contention of communication with compute", "slow rank": "one slow rank, for which the others wait"}
 
 
 def _bound_by(time: TimeReport | None) -> str:
@@ -200,6 +206,21 @@ def _uneven(run: Run, times: list[TimeReport]) -> list[str]:
         return []
     return [f"Pipeline rank {slowest} works {100 * (work[slowest] / mean - 1):.0f}% longer than the mean, and the others wait for it: give it fewer layers "
             "with plan.stage_layers."]
+
+
+def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
+    """What a slow rank costs, and where it costs most and least; links that are said to be slow and are not there."""
+    notes = []
+    if late:
+        most, least = max(late, key=late.__getitem__), min(late, key=late.__getitem__)
+        cost = f"One rank that computes {run.cluster.slow_rank:g} times slower makes every step {1e3 * late[most]:.3g} ms longer"
+        if late[most] > late[least] * 1.01:
+            names = [program.roles[i].role for i in (most, least)]
+            cost += f" where it is on {names[0]}, as is counted here; on {names[1]}, {1e3 * late[least]:.3g} ms"
+        notes.append(f"{cost}.")
+    here = {name for level in run.cluster.levels for name in (level.name, level.kind, "inter" if level.kind in NETWORKS else "intra")}
+    notes += [f"cluster.link_factors: this run has no {name} link." for name in run.cluster.link_factors if name not in here]
+    return notes
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:

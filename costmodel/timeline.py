@@ -65,7 +65,7 @@ class Timeline:
     role: str
     spans: tuple[Span, ...]
     busy_s: float
-    """When all streams are done. The step takes this, the wait for the slowest rank and the fixed cost."""
+    """When all streams are done. The step takes this, the waits for the slowest rank and for a slow one, and the fixed cost."""
     first_layers: dict[int, int]
     """The first layer of each stage."""
     roles: int
@@ -134,7 +134,7 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
             seconds[id(part)] = step_time(part, prices, scan=scan, drain=False).compute
         return seconds[id(part)]
 
-    free, ends = paced(run, ranks, prices, priced)
+    free, ends = paced(run, ranks, prices, lambda _, part: priced(part))
     tails = [tail_of(step_time(r.part(r.last), prices, scan=scan, drain=False))[0] for r in ranks]
     done, mine = max(*free, *(end + tail for end, tail in zip(free, tails, strict=True))), ranks[role]
     ahead = priced(mine.before)

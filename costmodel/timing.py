@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
 from costmodel.program.ir import BlockCounts, Part, block_counts
@@ -13,6 +15,8 @@ from costmodel.simulate import Clocks, Scan, step_time
 from costmodel.spec import Run
 
 Parts = dict[str, float]
+SLOW_TRIED = 16
+"""Pipeline ranks of which each is tried as the slow one."""
 
 
 def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
@@ -84,13 +88,13 @@ def tail_of(clocks: Clocks) -> tuple[float, str]:
     return max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
 
 
-def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[Part], float]) -> tuple[list[float], list[float]]:
-    """The schedule of a run's micro-batches, given the seconds of a slot: when each rank is done, and the end of every action by its index."""
+def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[int, Part], float]) -> tuple[list[float], list[float]]:
+    """The schedule of a run's micro-batches, given the seconds of a slot on a rank: when each rank is done, and the end of every action by its index."""
     p, m = run.plan, run.micro_batches
     stages = p.pp * p.virtual_stages
     durations: dict[str, list[float]] = {}
     for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [seconds(ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
+        durations[name] = [seconds(s % p.pp, ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
@@ -112,11 +116,9 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    ends = paced(run, ranks, prices, lambda part: priced(part).seconds)[0]
+    ends, done, around = _whole(run, ranks, prices, lambda _, part: priced(part))
     drained = max(ends)
     final = [priced(rank.part(rank.last)) for rank in ranks]
-    done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
-    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
     reports: dict[tuple[int, float], TimeReport] = {}
     out: list[TimeReport] = []
     for rank, end, left in zip(ranks, ends, final, strict=True):
@@ -141,3 +143,47 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             reports[alike] = _report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked)
         out.append(reports[alike])
     return out
+
+
+def _whole(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, priced: Callable[[int, Part], _Slot]) -> tuple[list[float], float, float]:
+    """When each rank has drained, when all have and nothing is in flight, and the seconds around the micro-batches."""
+    ends = paced(run, ranks, prices, lambda rank, part: priced(rank, part).seconds)[0]
+    done = max(*ends, *(end + priced(r, rank.part(rank.last)).tail for r, (end, rank) in enumerate(zip(ends, ranks, strict=True))))
+    return ends, done, max(priced(r, rank.before).seconds + priced(r, rank.after).seconds for r, rank in enumerate(ranks))
+
+
+def slow_rank_waits(run: Run, profile: Profile, program: Program, scan: Scan) -> dict[int, float]:
+    """Seconds by which a step is longer where the slow rank (cluster.slow_rank) is one of the i-th role.
+
+    Its kernels take longer, its communication does not; every other rank waits for it in the collectives of the step, so the whole job goes
+    at its pace. In a pipeline the schedule runs with that rank's slots stretched: what falls into its bubble costs nothing. Of more than
+    SLOW_TRIED pipeline ranks the first, the last and some between are tried.
+    """
+    slow = Scan(RunPrices(run, profile, run.cluster.slow_rank))
+    if run.plan.pp == 1:
+        base = max(step_time(role.step, scan.prices, scan=scan).compute for role in program.roles)
+        return {i: max(0.0, step_time(role.step, slow.prices, scan=slow).compute - base) for i, role in enumerate(program.roles)}
+    ranks: tuple[PipelineRank, ...] = program.pipeline
+    seen: dict[int, BlockCounts] = {}
+    slots: dict[tuple[bool, int], _Slot] = {}
+    prices = RunPrices(run, profile)
+
+    def priced(part: Part, slower: bool) -> _Slot:
+        key = slower, id(part)
+        if key not in slots:
+            slots[key] = _Slot(part, prices, slow if slower else scan, seen)
+        return slots[key]
+
+    def total(at: int) -> float:
+        _, done, around = _whole(run, ranks, prices, lambda rank, part: priced(part, rank == at))
+        return done + around
+
+    p = run.plan.pp
+    tried = range(p) if p <= SLOW_TRIED else sorted({0, 1, p - 2, p - 1, *range(0, p, -(-p // SLOW_TRIED))})
+    base = total(-1)
+    return {r: max(0.0, total(r) - base) for r in tried}
+
+
+def waiting(time: TimeReport, seconds: float) -> TimeReport:
+    """A rank's time where it also waits so long for the slow rank."""
+    return replace(time, step_s=time.step_s + seconds, phases={**time.phases, "slow rank": seconds}, breakdown={**time.breakdown, "slow rank": seconds})

@@ -30,6 +30,7 @@ MEANINGS = {
     "uneven ranks": "waiting for the rank with more work, and for transfers",
     "optimizer": "the update, clipping included",
     "stragglers": "the slowest of many ranks",
+    "slow rank": "waiting for the rank that computes slower (cluster.slow_rank)",
     "fixed": "outside the kernels of a step: data, logging",
     UNEXPLAINED: "measured, less what is predicted"}
 """Every bar, in order; communication that compute waits for stands before contention, by axis."""
@@ -132,7 +133,7 @@ def seconds_by_cause(run: Run, report: StepReport, profile: Profile | str | None
            "attention kernel": mean.pop("attention", 0.0) - attention / peak, "attention counted": (matmul + attention) / peak - ideal}
     exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EMBEDDING_AXIS)]
     mean |= {"bubble": scheduled, "uneven ranks": idle - scheduled + step - _over_ranks(timed, [t.step_s for _, t in timed])}
-    names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "fixed"]
+    names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "slow rank", "fixed"]
     out |= {name: mean.get(name, 0.0) for name in names}
     assert set(mean) <= set(names), f"parts of the step without a bar: {set(mean) - set(names)}"
     negligible = 1e-12 * step

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from costmodel.spec import Run
 
 SCHEMA = 1
+ADVICE_S = 10.0
+"""Seconds after which a prediction shows the advice found so far: a pipeline of hundreds of slots takes longer than anybody waits."""
 app = typer.Typer(name="costmodel", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
                   no_args_is_help=True, context_settings={"max_content_width": 100},
                   help="What a training step costs in memory and time when it is spread over many GPUs.")
@@ -94,9 +96,12 @@ app.command(cls=SectionedCommand)(compare)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":
-    """What would make a run fit; only worked out for one that does not, or hardly does."""
+    """What would make a run fit; only worked out for one that does not, or hardly does, and not for ever."""
+    import time
+
     from costmodel.advice import advise
-    return advise(run, given.profile)
+    until = time.monotonic() + ADVICE_S
+    return advise(run, given.profile, watch=lambda _: time.monotonic() < until)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def fit_section(advice: Advice, flags: Flags, page: Page) -> None:
             page.line()
             page.line("Alone, these help most:", indent="  ")
         _table(advice.helps[:HELPS_SHOWN], flags, page)
+    if advice.stopped and (advice.fit or advice.helps):
+        page.line("The search was cut short; `costmodel solve` looks further.", "dim", "  ")
     if not (advice.fit or advice.together or advice.helps):
         page.line("Nothing that can be predicted makes it fit on these GPUs: a smaller model, or GPUs with more memory." if not advice.stopped else
                   "The search was stopped before anything was found.", indent="  ")
