@@ -88,10 +88,12 @@ def _cluster_input(cluster: Cluster) -> dict[str, Any]:
 
 def _plan_input(plan: Plan) -> dict[str, Any]:
     out = {key: value for key, value in plan if value != Plan.model_fields[key].get_default(call_default_factory=True)}
-    for key in ("dp_replicate", "dp_shard", "sync_each_micro_batch"):
+    for key in ("dp_replicate", "dp_shard"):
         out.pop(key, None)
-    if plan.sync_each_micro_batch != (plan.zero in (2, 3)):
-        out["sync_each_micro_batch"] = plan.sync_each_micro_batch
+    for key, value in Plan.of_framework(plan.framework, plan.zero).items():
+        out.pop(key, None)
+        if getattr(plan, key) != value:
+            out[key] = getattr(plan, key)
     out["zero"] = plan.zero
     if plan.dp_replicate > 1 and plan.zero:
         out["dp_shard"] = plan.dp_shard

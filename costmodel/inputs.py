@@ -319,8 +319,10 @@ def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> P
     if shard is None:
         shard = dp // replicate
     given["dp_replicate"], given["dp_shard"] = replicate, shard
-    if given.get("sync_each_micro_batch") is None:
-        given["sync_each_micro_batch"] = given.get("zero", 0) in (2, 3)
+    for key, value in Plan.of_framework(str(given.get("framework", "pytorch")), given.get("zero", 0)).items():
+        if key == "bucket_bytes" and key not in given:
+            assumed["plan.bucket_bytes"] = "5e8 elements of 2 bytes (DeepSpeed's reduce_bucket_size)"
+        given.setdefault(key, value)
     if strategy is None and "zero" not in given and gpus > 1 and replicate == dp > 1 and not given.get("single_process"):
         assumed["plan.strategy"] = "ddp (default)"
     if default_dialect and gpus > 1:

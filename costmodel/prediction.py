@@ -10,7 +10,7 @@ from costmodel.program.parallel.base import OPTIONAL, Strategy
 from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.simulate import Scan, seconds, step_time
-from costmodel.spec import Plan, Run
+from costmodel.spec import Plan, Recipe, Run
 from costmodel.spec.cluster import NETWORKS
 from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
@@ -181,12 +181,19 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
 
 def _unread(run: Run, strategy: Strategy) -> list[str]:
     """Fields set to something else than their default that change nothing in this run."""
-    p, plain = run.plan, {name: field.default for name, field in Plan.model_fields.items()}
-    alone = [name for name, axis in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if axis == 1]
-    unread = [f"plan.{name}" for name in (*alone, *(name for name in OPTIONAL if name not in strategy.reads)) if getattr(p, name) != plain[name]]
-    if run.recipe.grad_accum_fusion and strategy.name != "megatron":
-        unread.append("recipe.grad_accum_fusion")
-    return unread
+    m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
+    plain = {name: field.default for name, field in Plan.model_fields.items()}
+    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if degree == 1]
+    fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
+    chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
+    return fields + [field for field, unread in (
+        ("plan.checkpointing.group", c.group > 1 and c.mode != "full"),
+        ("plan.checkpointing.every", c.every > 1 and c.mode != "full"),
+        ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
+        ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
+        ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and not m.moe),
+        ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 
 def _uneven(run: Run, times: list[TimeReport]) -> list[str]:

@@ -81,7 +81,7 @@ def waterfall(run: Run, report: StepReport, profile: Profile | str | None = None
     """The bars of a predicted step, and of a measured one with what the prediction leaves unexplained.
 
     `profile` tells the sustained matmul rate; None takes the shipped one. Raises PlanError where the report has no times or peak, or the
-    measured step is not positive.
+    measured step is not positive, or beyond the peak.
     """
     if measured_s is not None and not measured_s > 0:
         raise PlanError("measured", measured_s, "a step takes more than 0 seconds.", "Use measured = 2.84s.")
@@ -91,6 +91,9 @@ def waterfall(run: Run, report: StepReport, profile: Profile | str | None = None
         parts[UNEXPLAINED] = measured_s - predicted
     step = predicted if measured_s is None else measured_s
     ideal, gone = parts[IDEAL], 0.0
+    if measured_s is not None and ideal > measured_s:
+        raise PlanError("measured", f"{measured_s:g} s", f"that is {100 * ideal / measured_s:.0f}% of the peak of {run.cluster.accelerator.name}, and no step "
+                        "is above 100%.", "Check the GPU, the precision, and that the tokens are those of one step of all ranks.")
     bars = []
     for name, seconds in parts.items():
         gone += 0.0 if name == IDEAL else seconds

@@ -297,6 +297,14 @@ def _scaling(report: StepReport, page: Page) -> None:
     page.pairs(rows)
 
 
+def notes(report: StepReport, page: Page) -> None:
+    """A prediction's notes, after what was made of it; and whether the run would run at all."""
+    said = [*(["It would not fit in memory: `costmodel solve` says what would."] if report.verdict == "does not fit" else []), *report.notes]
+    if said:
+        page.heading("NOTES")
+        page.bullets(said)
+
+
 def _basis(report: StepReport, page: Page) -> None:
     if not report.basis:
         return

@@ -94,7 +94,7 @@ def llama_3_8b() -> Run:
 
 
 def test_llama_3_8b_died_making_the_optimizers_state() -> None:
-    """torchtitan issue 620: 112 MiB is a shard of a feed-forward weight (14336 x 4096 fp32 over 2), asked for as Adam's state is made in the
+    """C02, torchtitan issue 620: 112 MiB is a shard of a feed-forward weight (14336 x 4096 fp32 over 2), asked for as Adam's state is made in the
     first step; parameters and gradients are 29.9 GiB then, with all state 59.8 GiB, and 45.56 GiB lie between. No activation setting helps."""
     found = diagnose(llama_3_8b(), read_message(TORCHTITAN_620))
     best = found.matches[0]
@@ -110,7 +110,7 @@ def test_llama_3_8b_died_making_the_optimizers_state() -> None:
 
 
 def test_llama_2_7b_died_in_the_foreach_update() -> None:
-    """meta-llama/llama-cookbook issue 234: out of memory in _multi_tensor_adamw's square root. 98 MiB is one layer's flat shard of 96.5 MiB
+    """C05, meta-llama/llama-cookbook issue 234: out of memory in _multi_tensor_adamw's square root. 98 MiB is one layer's flat shard of 96.5 MiB
     (202,383,360 fp32 elements over 8), rounded to 2 MiB; 12.55 GiB of states and up to one more state of 3.14 GiB."""
     run = build_run(model="llama-2-7b", cluster={"gpus": 8, "gpu": "v100"}, plan={"strategy": "fsdp", "checkpointing": "full"},
                     recipe={"seq_len": 128, "precision": "fp16-mixed", "optimizer": "adamw:foreach"})
