@@ -110,7 +110,8 @@ CPU = trace_of(
     event("gloo:all_reduce", "user_annotation", 45, 70, "a", **{"Input Dims": [[250]], "Input type": ["float"]}),
     event("gloo:all_gather", "user_annotation", 65, 80, "b", **{"Input Dims": [[10, 10]], "Input type": ["c10::BFloat16"]}),
     event("aten::norm", "cpu_op", 90, 91))
-SENT = (Collective("backward", "tp", "all-reduce", 2, 1, 1000, 1000, 1000, "fp32"), Collective("forward", "dp_shard", "all-gather", 2, 1, 200, 400, 400, "bf16"),
+SENT = (Collective("backward", "tp", "all-reduce", 2, 1, 1000, 1000, 1000, "fp32"),
+        Collective("forward", "dp_shard", "all-gather", 2, 1, 200, 400, 400, "bf16"),
         Collective("forward", "dp_shard", "reduce-scatter", 2, 1, 2000, 1000, 2000, "fp32"))
 
 
