@@ -1,0 +1,322 @@
+"""The fit: constants from evidence, by robust least squares on log ratios with the base profile as prior.
+
+What is minimised, over x = log(constant / base):
+
+    sum over points   c² log(1 + (r / (c s))²)      r = log(predicted / measured), s the scatter of its source
+  + sum over constants  (x / prior)²                prior = the base profile's log_sd
+
+The Cauchy loss (c = 2.385, 95% efficient on a normal) bounds what an outlier can do; priors are not robust: they hold constants that no
+point determines. Scatter is estimated from the residuals of each source and the fit repeated. Which constants may move is decided
+first, by pivoted QR on the sensitivities (Golub and Van Loan, section 5.4): a constant stays at its prior where the points, the others
+given, say less about it than the prior does.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy.linalg import qr
+from scipy.optimize import least_squares
+
+from calibrate.evidence import Evidence, Point
+from costmodel.catalog.profiles import Constant, Profile
+
+Array = npt.NDArray[np.float64]
+CAUCHY = 2.385
+"""Residuals, in standard deviations, beyond which weight is lost (Holland and Welsch 1977)."""
+STEP = 1e-3
+"""Of the derivative, in the logarithm of a constant."""
+REACH = 4.0
+"""Prior standard deviations that a constant may move."""
+ROUNDS = 3
+"""Fits, each on the scatter that the last one left."""
+LEAST_SCATTER = 0.01
+POOLED = 4
+"""Points' worth of a source's stated noise in its estimated scatter."""
+STRUCTURE = ("matmul.tile", "matmul.split_k", "matmul.align", "attention.q_tile", "attention.pad_to")
+"""Constants that are whole numbers of a kernel's structure, not magnitudes."""
+
+
+class FitError(ValueError):
+    """A fit that the records cannot carry; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A constant that may move: where it stands, and its base."""
+
+    place: str
+    key: str
+    base: Constant
+    prior: float
+    """Standard deviation of its logarithm before the fit."""
+    low: float
+    high: float
+    """Bounds of log(value / base)."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}: {self.key}"
+
+
+def parameter(key: str, base: Constant, widened: float = 1.0) -> Parameter:
+    """A constant as a parameter: within REACH prior deviations, and a share at most 1."""
+    prior = base.log_sd * widened
+    high = REACH * prior
+    if base.unit == "share" and base.value <= 1.0:
+        high = min(high, -math.log(base.value))
+    return Parameter(base.place, key, base, prior, -REACH * prior, max(high, 1e-6))
+
+
+def candidates(evidence: Iterable[Evidence], wanted: Callable[[str, str], bool] = lambda place, key: True) -> tuple[Parameter, ...]:
+    """Every uncertain magnitude of the evidence's profiles that `wanted(place, key)` lets through, one per place and key."""
+    found: dict[tuple[str, str], Parameter] = {}
+    for item in evidence:
+        for key, constant in item.profile.constants.items():
+            movable = constant.log_sd > 0 and constant.value > 0 and key not in STRUCTURE and not key.endswith(("min_group", "scatter.time"))
+            if movable and (constant.place, key) not in found and wanted(constant.place, key):
+                found[constant.place, key] = parameter(key, constant)
+    return tuple(found[at] for at in sorted(found))
+
+
+class Model:
+    """Log predictions of all evidence as a function of x, and their derivatives; each piece is priced again only where x moved it."""
+
+    def __init__(self, evidence: Sequence[Evidence], parameters: Sequence[Parameter]) -> None:
+        self.evidence, self.parameters = tuple(evidence), tuple(parameters)
+        index = {(p.place, p.key): j for j, p in enumerate(parameters)}
+        self.uses = [tuple(index[c.place, key] for key, c in item.profile.constants.items() if (c.place, key) in index) for item in evidence]
+        self.points = tuple(point for item in evidence for point in item.points)
+        self.rows: list[slice] = []
+        start = 0
+        for item in evidence:
+            self.rows.append(slice(start, start + len(item.points)))
+            start += len(item.points)
+        self.measured = np.array([math.log(point.measured) for point in self.points])
+        self._known: list[tuple[tuple[float, ...], list[float]] | None] = [None] * len(self.evidence)
+
+    def _profile(self, i: int, x: Array) -> Profile:
+        moved = {self.parameters[j].key: self.parameters[j].base.value * math.exp(x[j]) for j in self.uses[i] if x[j] != 0.0}
+        return self.evidence[i].profile.replace(moved) if moved else self.evidence[i].profile
+
+    def _piece(self, i: int, x: Array) -> list[float]:
+        at = tuple(x[j] for j in self.uses[i])
+        known = self._known[i]
+        if known is None or known[0] != at:
+            known = self._known[i] = at, self.evidence[i].log_predicted(self._profile(i, x))
+        return known[1]
+
+    def residuals(self, x: Array, pieces: Iterable[int] | None = None) -> Array:
+        """log(predicted / measured) of every point, or of the points of some pieces (the others 0)."""
+        out = np.zeros(len(self.points))
+        for i in range(len(self.evidence)) if pieces is None else pieces:
+            out[self.rows[i]] = np.array(self._piece(i, x)) - self.measured[self.rows[i]]
+        return out
+
+    def jacobian(self, x: Array, columns: Sequence[int] | None = None) -> Array:
+        """d log(predicted) / dx by forward differences, backward where x stands at its upper bound; columns left out are 0."""
+        out = np.zeros((len(self.points), len(self.parameters)))
+        chosen = set(range(len(self.parameters)) if columns is None else columns)
+        for i, item in enumerate(self.evidence):
+            here = np.array(self._piece(i, x))
+            for j in chosen.intersection(self.uses[i]):
+                step = STEP if x[j] + STEP <= self.parameters[j].high else -STEP
+                moved = x.copy()
+                moved[j] += step
+                out[self.rows[i], j] = (np.array(item.log_predicted(self._profile(i, moved))) - here) / step
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the fit says of one constant."""
+
+    parameter: Parameter
+    value: float
+    log_sd: float
+    """Standard error of its logarithm; for a constant held at its prior, what is left of the prior given the others."""
+    determined: bool
+    with_: str = ""
+    """Of a held constant that the points do bear on: the determined one that stands for both."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer: constants, how sure, and what the residuals look like."""
+
+    model: Model
+    found: tuple[Found, ...]
+    """Every candidate, determined ones first."""
+    free: tuple[int, ...]
+    """Indices into model.parameters of those that moved."""
+    x: Array
+    covariance: Array
+    """Of the free ones, in log; robust, clustered by twin."""
+    scatter: Mapping[str, float]
+    """Standard deviation of log(predicted / measured) by source, after the fit."""
+    jacobian: Array
+    before: Array
+    """Residuals at the base profile."""
+    after: Array
+    scales: Array = field(repr=False)
+    """Scatter of each point that the fit weighed it with."""
+
+    @property
+    def determined(self) -> tuple[Found, ...]:
+        return tuple(f for f in self.found if f.determined)
+
+    @cached_property
+    def correlations(self) -> Array:
+        """Of the free constants."""
+        sd = np.sqrt(np.diag(self.covariance))
+        return np.asarray(self.covariance / np.outer(sd, sd))
+
+
+def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = None, *, required: Sequence[Parameter] = ()) -> Fit:
+    """Fit the constants that the evidence determines.
+
+    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. Raises FitError where there
+    are fewer independent configurations than constants to determine, or none.
+    """
+    parameters = candidates(evidence) if parameters is None else tuple(parameters)
+    model = Model(evidence, parameters)
+    twins = len({point.twin or point.name for point in model.points})
+    if twins < 3:
+        raise FitError(f"{twins} independent measurement{'s' if twins != 1 else ''}: a fit needs 3 or more. Give more records.")
+    if len(required) > twins:
+        raise FitError(f"{len(required)} constants asked of {twins} independent measurements. Ask for fewer, or give more records.")
+    if not parameters:
+        raise FitError("none of the constants asked for matters to these records. See `calibrate show` for their names.")
+    scales = np.array([point.noise for point in model.points])
+    base = np.zeros(len(parameters))
+    before, sensitivity = model.residuals(base), model.jacobian(base)
+    prior = np.array([p.prior for p in parameters])
+    free = informed(sensitivity * (prior / scales[:, None]), min(twins, len(parameters)))
+    missing = [p.name for j, p in enumerate(parameters) if p in required and j not in free]
+    if missing:
+        raise FitError(f"the records do not determine {', '.join(missing)}: its effect is too small, or that of other constants. "
+                       "Leave it out, or give records that it matters to.")
+    x = base
+    for _ in range(ROUNDS):
+        x = solve(model, free, scales, x)
+        after = model.residuals(x)
+        scatter = spread_by_source(model.points, after)
+        scales = np.array([scatter[point.source] for point in model.points])
+    jacobian = model.jacobian(x)
+    covariance = robust_covariance(model.points, jacobian[:, free], after, scales, prior[list(free)])
+    found = _describe(model, free, x, covariance, jacobian, scales, after)
+    return Fit(model, found, free, x, covariance, scatter, jacobian, before, after, scales)
+
+
+def informed(scaled: Array, limit: int) -> tuple[int, ...]:
+    """Columns that the rows determine better than a unit prior does, each given those chosen before it."""
+    if not scaled.size:
+        return ()
+    r, order = qr(scaled, mode="r", pivoting=True)[:2]
+    size = np.abs(np.diag(r))[:limit]
+    return tuple(sorted(int(j) for j, s in zip(order, size, strict=False) if s > 1.0))
+
+
+def solve(model: Model, free: Sequence[int], scales: Array, start: Array) -> Array:
+    """x at the minimum, the constants that are not free at their base."""
+    columns = list(free)
+    x = np.zeros(len(model.parameters))
+    if not columns:
+        return x
+    chosen = [model.parameters[j] for j in columns]
+    prior = np.array([p.prior for p in chosen])
+    n = len(model.points)
+
+    def full(values: Array) -> Array:
+        out = np.zeros(len(model.parameters))
+        out[columns] = values
+        return out
+
+    def residuals(values: Array) -> Array:
+        return np.concatenate([model.residuals(full(values)) / scales, values / prior])
+
+    def jacobian(values: Array) -> Array:
+        return np.vstack([model.jacobian(full(values), columns)[:, columns] / scales[:, None], np.diag(1.0 / prior)])
+
+    low, high = np.array([p.low for p in chosen]), np.array([p.high for p in chosen])
+    inside = np.clip(start[columns], low + 1e-9, high - 1e-9)
+    done = least_squares(residuals, inside, jac=jacobian, bounds=(low, high), loss=loss_of(n), x_scale=prior, max_nfev=30, xtol=1e-4, ftol=1e-5)
+    return full(done.x)
+
+
+def loss_of(points: int) -> Callable[[Array], Array]:
+    """Cauchy for the points, squares for the priors, in scipy's form: rho, its first and its second derivative by squared residual."""
+    def rho(z: Array) -> Array:
+        out = np.vstack([z, np.ones_like(z), np.zeros_like(z)])
+        near = 1.0 + z[:points] / CAUCHY**2
+        out[0, :points], out[1, :points], out[2, :points] = CAUCHY**2 * np.log(near), 1.0 / near, -1.0 / (CAUCHY * near) ** 2
+        return out
+    return rho
+
+
+def weights(residuals: Array, scales: Array) -> Array:
+    """What the loss leaves of each point's weight, 0 to 1."""
+    return np.asarray(1.0 / (1.0 + (residuals / (CAUCHY * scales)) ** 2))
+
+
+def spread_by_source(points: Sequence[Point], residuals: Array) -> dict[str, float]:
+    """Scatter of each source: 1.4826 times the median size of its residuals, drawn to its stated noise where points are few."""
+    by: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for point, residual in zip(points, residuals, strict=True):
+        by[point.source].append((abs(residual), point.noise))
+    out = {}
+    for source, items in by.items():
+        sizes, stated = np.array([size for size, _ in items]), float(np.median([noise for _, noise in items]))
+        found = 1.4826 * float(np.median(sizes))
+        out[source] = max(LEAST_SCATTER, math.sqrt((len(sizes) * found**2 + POOLED * stated**2) / (len(sizes) + POOLED)))
+    return out
+
+
+def robust_covariance(points: Sequence[Point], jacobian: Array, residuals: Array, scales: Array, prior: Array) -> Array:
+    """The sandwich H⁻¹ (G + P) H⁻¹: H the curvature, G the scores summed by twin and then squared, P the priors' precision.
+
+    White 1980, clustered as Liang and Zeger 1986; 1 where nothing is free.
+    """
+    if not jacobian.shape[1]:
+        return np.zeros((0, 0))
+    weight = weights(residuals, scales)
+    scaled = jacobian / scales[:, None]
+    precision = np.diag(1.0 / prior**2)
+    curvature = scaled.T @ (weight[:, None] * scaled) + precision
+    scores: dict[str, Array] = defaultdict(lambda: np.zeros(jacobian.shape[1]))
+    for i, point in enumerate(points):
+        scores[point.twin or point.name] += weight[i] * residuals[i] / scales[i] * scaled[i]
+    stacked = np.array(list(scores.values()))
+    inverse = np.linalg.inv(curvature)
+    sandwich = inverse @ (stacked.T @ stacked + precision) @ inverse
+    plain = inverse  # few twins make the sandwich too small; the curvature alone is its floor
+    larger = np.sqrt(np.maximum(np.diag(sandwich), np.diag(plain)) / np.diag(sandwich))
+    return np.asarray(sandwich * np.outer(larger, larger))
+
+
+def _describe(model: Model, free: Sequence[int], x: Array, covariance: Array, jacobian: Array, scales: Array, residuals: Array) -> tuple[Found, ...]:
+    sd = np.sqrt(np.diag(covariance)) if len(free) else np.zeros(0)
+    weight = weights(residuals, scales)
+    scaled = jacobian / scales[:, None] * np.sqrt(weight)[:, None]
+    information = (scaled**2).sum(axis=0)
+    at = {j: k for k, j in enumerate(free)}
+    out = []
+    for j, p in enumerate(model.parameters):
+        if j in at:
+            out.append(Found(p, p.base.value * math.exp(x[j]), float(sd[at[j]]), True))
+            continue
+        left = 1.0 / math.sqrt(information[j] + 1.0 / p.prior**2)
+        stands = _stand_in(scaled, j, free, model.parameters) if left < 0.7 * p.prior else ""
+        out.append(Found(p, p.base.value, float(left) if stands else p.prior, False, stands))
+    return tuple(sorted(out, key=lambda f: (not f.determined, f.parameter.name)))
+
+
+def _stand_in(scaled: Array, j: int, free: Sequence[int], parameters: Sequence[Parameter]) -> str:
+    """The free constant whose effect on the points is most like that of a held one."""
+    norms = np.linalg.norm(scaled, axis=0)
+    likeness = {k: abs(float(scaled[:, j] @ scaled[:, k])) / (norms[j] * norms[k]) for k in free if norms[k] > 0}
+    return parameters[max(likeness, key=lambda k: likeness[k])].name if likeness else ""
