@@ -1,0 +1,77 @@
+"""`calibrate probe | fit | show | diff`."""
+
+import json
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calibrate import ScipyMissing, require_scipy
+from costmodel.cli.files import write_whole
+from costmodel.cli.guard import GuardedGroup, InputError, set_debug
+
+app = typer.Typer(name="calibrate", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
+                  no_args_is_help=True, context_settings={"max_content_width": 100},
+                  help="Fit the constants that costmodel predicts with to a machine, and say how sure they are.")
+
+
+@app.callback()
+def _program(
+    debug: Annotated[bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show the traceback of an error.",
+                                        show_default=False)] = False,
+) -> None:
+    """Exit codes: 0 done, 1 unexpected error, 2 bad input or a package is missing."""
+
+
+@app.command()
+def fit(
+    records: Annotated[list[Path], typer.Argument(metavar="RECORDS…", help="Records (.json, .jsonl, folders) of execute and of calibrate probe.",
+                                                  show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PROFILE.toml", help="The profile to write.", show_default=False)],
+    base: Annotated[str | None, typer.Option("--base", metavar="PROFILE", show_default=False,
+                                             help="Constants before the fit, and their uncertainty. Default: the shipped ones.")] = None,
+    constants: Annotated[list[str] | None, typer.Option("--constants", metavar="PATTERN", show_default=False,
+                                                        help="Fit only these, such as 'bandwidth.*' or 'hosts.cpu: *'; may be given again.")] = None,
+    name: Annotated[str, typer.Option("--name", help="Name of the profile. Default: the file's.", show_default=False)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/calibrating.md) instead of the text.", show_default=False)] = False,
+) -> None:
+    """Fit constants to records and probes; write those that the records determine."""
+    _need_scipy()
+    from calibrate.crossvalidation import hold_out
+    from calibrate.fit import FitError, candidates
+    from calibrate.fit import fit as fit_evidence
+    from calibrate.profiles import fitted_profile
+    from calibrate.reading import ReadingError, read_files
+    from calibrate.report import SPLITS, data, text
+    if output.suffix.lower() != ".toml":
+        raise InputError(f"-o {output}: a profile is a .toml file. Name it so.")
+    try:
+        read = read_files(records, base)
+        print(f"{len(read.evidence)} pieces of evidence read, {len(read.skipped)} left out; fitting", file=sys.stderr)
+        patterns = constants or []
+
+        def wanted(place: str, key: str) -> bool:
+            return not patterns or any(fnmatchcase(key, p) or fnmatchcase(f"{place}: {key}", p) for p in patterns)
+
+        chosen = candidates(read.evidence, wanted)
+        exact = [p for p in chosen if p.key in patterns or p.name in patterns]
+        found = fit_evidence(read.evidence, chosen, required=exact)
+    except (ReadingError, FitError) as error:
+        raise InputError(str(error)) from None
+    held = {by: hold_out(found, by) for by in SPLITS}
+    write_whole(output, fitted_profile(found, held, name or output.stem, read.dates, read.versions))
+    from costmodel.render.text import Page, screen_width, wants_colour
+    if as_json:
+        print(json.dumps(data(found, held, read.skipped), indent=1, allow_nan=False))
+    else:
+        print(text(found, held, read.skipped, Page(max(110, screen_width(sys.stdout)), wants_colour(sys.stdout))), end="")
+    print(f"wrote {output}", file=sys.stderr)
+
+
+def _need_scipy() -> None:
+    try:
+        require_scipy()
+    except ScipyMissing as error:
+        raise InputError(str(error)) from None
