@@ -4,7 +4,7 @@ import json
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
@@ -68,6 +68,67 @@ def fit(
     else:
         print(text(found, held, read.skipped, Page(max(110, screen_width(sys.stdout)), wants_colour(sys.stdout))), end="")
     print(f"wrote {output}", file=sys.stderr)
+
+
+@app.command()
+def probe(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PROBE.json", help="The file to write.", show_default=False)] = Path("probe.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats: under 90 s on two cores.", show_default=False)] = False,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Default: the GPU where there is one.", show_default=False)] = "",
+    ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, show_default=False,
+                                              help="Processes that talk to one another. Default: the GPUs, or the cores up to 8.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", show_default=False,
+                                            help="The catalogue's accelerator, where it is not recognised.")] = None,
+) -> None:
+    """Measure this machine: kernels, launches, collectives, contention, and its links."""
+    try:
+        from execute import require_torch
+        require_torch()
+    except ImportError as error:
+        raise InputError(str(error)) from None
+    import torch
+
+    from calibrate.probe.machine import UnknownDevice
+    from calibrate.probe.run import probe_machine
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise InputError(f"--device {device}: it measures a CPU or CUDA devices. Use cpu or cuda.")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch sees no GPU here. Use --device cpu.")
+    if output.suffix.lower() != ".json":
+        raise InputError(f"-o {output}: a probe is a .json file. Name it so.")
+    progress = Progress(sys.stderr)
+    try:
+        found = probe_machine(chosen, ranks, gpu, quick, progress.say)
+    except UnknownDevice as error:
+        raise InputError(str(error)) from None
+    finally:
+        progress.end()
+    write_whole(output, json.dumps(found.to_dict(), indent=1) + "\n")
+    print(f"{len(found.samples)} samples of {found.cluster.gpus} x {found.cluster.accelerator.name} on {found.environment.host}")
+    for line in found.links:
+        print(f"  {line}")
+    print(f"wrote {output}", file=sys.stderr)
+
+
+class Progress:
+    """One line that is written over on a terminal; in a file, a line now and then."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream, self.said = stream, 0
+        self.live = stream.isatty()
+
+    def say(self, text: str) -> None:
+        self.said += 1
+        if self.live:
+            self.stream.write(f"\r\x1b[K{text[:100]}")
+        elif self.said % 25 == 1:
+            self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def end(self) -> None:
+        if self.live and self.said:
+            self.stream.write("\n")
 
 
 def _need_scipy() -> None:

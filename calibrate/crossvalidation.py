@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from calibrate.evidence import Point
-from calibrate.fit import Array, Fit, loss_of, weights
+from calibrate.fit import Array, Fit, linear_minimum, weights
 from costmodel.repricing import NINE_IN_TEN
 
 By = Literal["source", "model", "cluster", "twin"]
@@ -56,8 +55,6 @@ def hold_out(fit: Fit, by: By) -> Held:
     out, spread = np.full(len(points), np.nan), np.full(len(points), np.nan)
     count = int(labels.max()) + 1 if len(labels) else 0
     prior = np.array([fit.model.parameters[j].prior for j in columns])
-    low = np.array([fit.model.parameters[j].low for j in columns])
-    high = np.array([fit.model.parameters[j].high for j in columns])
     jacobian, at = fit.jacobian[:, columns], fit.x[columns]
     owner = [i for i, rows in enumerate(fit.model.rows) for _ in range(rows.start, rows.stop)]
     for group in range(count if count > 1 else 0):
@@ -65,25 +62,14 @@ def hold_out(fit: Fit, by: By) -> Held:
         x = fit.x.copy()
         inverse = np.zeros((0, 0))
         if columns:
-            x[columns], inverse = _linear(jacobian[seen], fit.after[seen], fit.scales[seen], at, prior, low, high)
+            x[columns] = linear_minimum(fit.model, columns, jacobian[seen], fit.after[seen], fit.scales[seen], at)
+            scaled = jacobian[seen] / fit.scales[seen, None]
+            weight = weights(fit.after[seen] + jacobian[seen] @ (x[columns] - at), fit.scales[seen])
+            inverse = np.linalg.inv(scaled.T @ (weight[:, None] * scaled) + np.diag(1.0 / prior**2))
         left = np.flatnonzero(~seen)
         out[left] = fit.model.residuals(x, sorted({owner[i] for i in left}))[left]
         spread[left] = np.sqrt(np.einsum("ij,jk,ik->i", jacobian[left], inverse, jacobian[left])) if columns else 0.0
     return Held(by, count, out, spread)
-
-
-def _linear(jacobian: Array, residuals: Array, scales: Array, at: Array, prior: Array, low: Array, high: Array) -> tuple[Array, Array]:
-    """Constants of a robust solve in the linearised model, and their covariance."""
-    scaled = jacobian / scales[:, None]
-
-    def value(x: Array) -> Array:
-        return np.concatenate([residuals / scales + scaled @ (x - at), x / prior])
-
-    matrix = np.vstack([scaled, np.diag(1.0 / prior)])
-    start = np.clip(at, low + 1e-9, high - 1e-9)
-    x = least_squares(value, start, jac=lambda _: matrix, bounds=(low, high), loss=loss_of(len(residuals)), x_scale=prior, max_nfev=50).x
-    weight = weights(residuals + jacobian @ (x - at), scales)
-    return x, np.asarray(np.linalg.inv(scaled.T @ (weight[:, None] * scaled) + np.diag(1.0 / prior**2)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ figure, and one vocabulary, the constants of a Profile, so that a fit takes any 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from costmodel.catalog.profiles import Profile
@@ -139,12 +139,25 @@ class HostEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectEvidence:
-    """Constants that were measured as they are: bytes of a context, contention of a kernel with a collective."""
+class ContentionEvidence:
+    """A kernel beside a collective: alone each takes (kernel_s, collective_s), together the longer plus contention times the shorter."""
 
     profile: Profile
     points: tuple[Point, ...]
-    keys: tuple[str, ...] = field(default=())
+    alone: tuple[tuple[float, float], ...]
+
+    def log_predicted(self, profile: Profile) -> list[float]:
+        kappa = profile.value("overlap.contention")
+        return [math.log(max(pair) + kappa * min(pair)) for pair in self.alone]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectEvidence:
+    """Constants that were measured as they are, such as the bytes of a context."""
+
+    profile: Profile
+    points: tuple[Point, ...]
+    keys: tuple[str, ...]
 
     def log_predicted(self, profile: Profile) -> list[float]:
         return [math.log(profile.value(key)) for key in self.keys]

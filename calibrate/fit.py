@@ -32,8 +32,11 @@ STEP = 1e-3
 """Of the derivative, in the logarithm of a constant."""
 REACH = 4.0
 """Prior standard deviations that a constant may move."""
-ROUNDS = 3
-"""Fits, each on the scatter that the last one left."""
+TURNS = 10
+"""Gauss-Newton steps at most, each on the scatter that the last one left."""
+SETTLED = 0.02
+"""Prior standard deviations: a step that moves no constant by more is the last."""
+HALVINGS = 5
 LEAST_SCATTER = 0.01
 POOLED = 4
 """Points' worth of a source's stated noise in its estimated scatter."""
@@ -57,30 +60,44 @@ class Parameter:
     low: float
     high: float
     """Bounds of log(value / base)."""
+    tied: tuple[str, ...] = ()
+    """Other constants of the place that move with it."""
 
     @property
     def name(self) -> str:
         return f"{self.place}: {self.key}"
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key, *self.tied)
 
-def parameter(key: str, base: Constant, widened: float = 1.0) -> Parameter:
-    """A constant as a parameter: within REACH prior deviations, and a share at most 1."""
-    prior = base.log_sd * widened
-    high = REACH * prior
-    if base.unit == "share" and base.value <= 1.0:
+
+TIES = {"matmul.bf16.peak_share": "matmul.fp16.peak_share"}
+"""Constants that are one magnitude: a matrix unit runs both 16-bit formats at one rate. Tied where the base gives them one value."""
+
+
+def parameter(key: str, base: Constant, tied: tuple[str, ...] = ()) -> Parameter:
+    """A constant as a parameter: within REACH prior deviations, and a share of a data sheet at most 1 (a CPU has no data sheet)."""
+    high = REACH * base.log_sd
+    if base.unit == "share" and base.value <= 1.0 and base.place != "hardware.cpu":
         high = min(high, -math.log(base.value))
-    return Parameter(base.place, key, base, prior, -REACH * prior, max(high, 1e-6))
+    return Parameter(base.place, key, base, base.log_sd, -REACH * base.log_sd, max(high, 1e-6), tied)
 
 
 def candidates(evidence: Iterable[Evidence], wanted: Callable[[str, str], bool] = lambda place, key: True) -> tuple[Parameter, ...]:
     """Every uncertain magnitude of the evidence's profiles that `wanted(place, key)` lets through, one per place and key."""
     found: dict[tuple[str, str], Parameter] = {}
+    slaves: set[tuple[str, str]] = set()
     for item in evidence:
-        for key, constant in item.profile.constants.items():
+        constants = item.profile.constants
+        for key, constant in constants.items():
             movable = constant.log_sd > 0 and constant.value > 0 and key not in STRUCTURE and not key.endswith(("min_group", "scatter.time"))
             if movable and (constant.place, key) not in found and wanted(constant.place, key):
-                found[constant.place, key] = parameter(key, constant)
-    return tuple(found[at] for at in sorted(found))
+                other = TIES.get(key, "")
+                tied = (other,) if other in constants and constants[other][:3] == constant[:3] and constants[other].place == constant.place else ()
+                found[constant.place, key] = parameter(key, constant, tied)
+                slaves |= {(constant.place, name) for name in tied}
+    return tuple(found[at] for at in sorted(found) if at not in slaves)
 
 
 class Model:
@@ -88,8 +105,8 @@ class Model:
 
     def __init__(self, evidence: Sequence[Evidence], parameters: Sequence[Parameter]) -> None:
         self.evidence, self.parameters = tuple(evidence), tuple(parameters)
-        index = {(p.place, p.key): j for j, p in enumerate(parameters)}
-        self.uses = [tuple(index[c.place, key] for key, c in item.profile.constants.items() if (c.place, key) in index) for item in evidence]
+        index = {(p.place, key): j for j, p in enumerate(parameters) for key in p.keys}
+        self.uses = [tuple(dict.fromkeys(index[c.place, key] for key, c in item.profile.constants.items() if (c.place, key) in index)) for item in evidence]
         self.points = tuple(point for item in evidence for point in item.points)
         self.rows: list[slice] = []
         start = 0
@@ -100,7 +117,7 @@ class Model:
         self._known: list[tuple[tuple[float, ...], list[float]] | None] = [None] * len(self.evidence)
 
     def _profile(self, i: int, x: Array) -> Profile:
-        moved = {self.parameters[j].key: self.parameters[j].base.value * math.exp(x[j]) for j in self.uses[i] if x[j] != 0.0}
+        moved = {key: self.parameters[j].base.value * math.exp(x[j]) for j in self.uses[i] if x[j] != 0.0 for key in self.parameters[j].keys}
         return self.evidence[i].profile.replace(moved) if moved else self.evidence[i].profile
 
     def _piece(self, i: int, x: Array) -> list[float]:
@@ -142,6 +159,8 @@ class Found:
     determined: bool
     with_: str = ""
     """Of a held constant that the points do bear on: the determined one that stands for both."""
+    sources: tuple[str, ...] = ()
+    """Of a determined constant: those that say most of it, first the one that says most."""
 
 
 @dataclass(frozen=True)
@@ -195,18 +214,24 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
     base = np.zeros(len(parameters))
     before, sensitivity = model.residuals(base), model.jacobian(base)
     prior = np.array([p.prior for p in parameters])
-    free = informed(sensitivity * (prior / scales[:, None]), min(twins, len(parameters)))
+    x, after, jacobian, weight = base, before, sensitivity, np.ones(len(model.points))
+    allowed = np.ones(len(parameters), dtype=bool)
+    for turn in range(TURNS):
+        free = informed(jacobian * allowed * (prior * np.sqrt(weight)[:, None] / scales[:, None]), min(twins, len(parameters)))
+        allowed = np.isin(np.arange(len(parameters)), free)
+        moved = descend(model, free, x * allowed, jacobian, scales)
+        settled = float(np.max(np.abs(moved - x) / prior, initial=0.0)) < SETTLED
+        x = moved
+        after, jacobian = model.residuals(x), model.jacobian(x)
+        scatter = spread_by_source(model.points, after)
+        scales = np.array([scatter[point.source] for point in model.points])
+        weight = weights(after, scales)
+        if settled and turn:
+            break
     missing = [p.name for j, p in enumerate(parameters) if p in required and j not in free]
     if missing:
         raise FitError(f"the records do not determine {', '.join(missing)}: its effect is too small, or that of other constants. "
                        "Leave it out, or give records that it matters to.")
-    x = base
-    for _ in range(ROUNDS):
-        x = solve(model, free, scales, x)
-        after = model.residuals(x)
-        scatter = spread_by_source(model.points, after)
-        scales = np.array([scatter[point.source] for point in model.points])
-    jacobian = model.jacobian(x)
     covariance = robust_covariance(model.points, jacobian[:, free], after, scales, prior[list(free)])
     found = _describe(model, free, x, covariance, jacobian, scales, after)
     return Fit(model, found, free, x, covariance, scatter, jacobian, before, after, scales)
@@ -221,31 +246,41 @@ def informed(scaled: Array, limit: int) -> tuple[int, ...]:
     return tuple(sorted(int(j) for j, s in zip(order, size, strict=False) if s > 1.0))
 
 
-def solve(model: Model, free: Sequence[int], scales: Array, start: Array) -> Array:
-    """x at the minimum, the constants that are not free at their base."""
+def descend(model: Model, free: Sequence[int], x: Array, jacobian: Array, scales: Array) -> Array:
+    """One Gauss-Newton step: the minimum of the linearised problem, or the nearest halving on the way there that is no worse."""
     columns = list(free)
-    x = np.zeros(len(model.parameters))
     if not columns:
-        return x
+        return np.zeros(len(model.parameters))
+    here = model.residuals(x)
+    moved = x.copy()
+    moved[columns] = linear_minimum(model, columns, jacobian[:, columns], here, scales, x[columns])
+    start = objective(model, x, here, scales)
+    for _ in range(HALVINGS):
+        if objective(model, moved, model.residuals(moved), scales) <= start:
+            break
+        moved = (x + moved) / 2
+    return moved
+
+
+def objective(model: Model, x: Array, residuals: Array, scales: Array) -> float:
+    """What is minimised; see the head of this file."""
+    prior = np.array([p.prior for p in model.parameters])
+    return float(CAUCHY**2 * np.log1p((residuals / (CAUCHY * scales)) ** 2).sum() + ((x / prior) ** 2).sum())
+
+
+def linear_minimum(model: Model, columns: Sequence[int], jacobian: Array, residuals: Array, scales: Array, at: Array) -> Array:
+    """Values of some parameters at the minimum of the problem linearised at `at`, within their bounds."""
     chosen = [model.parameters[j] for j in columns]
-    prior = np.array([p.prior for p in chosen])
-    n = len(model.points)
+    prior, low, high = (np.array(values) for values in zip(*((p.prior, p.low, p.high) for p in chosen), strict=True))
+    scaled = jacobian / scales[:, None]
+    matrix = np.vstack([scaled, np.diag(1.0 / prior)])
 
-    def full(values: Array) -> Array:
-        out = np.zeros(len(model.parameters))
-        out[columns] = values
-        return out
+    def value(x: Array) -> Array:
+        return np.concatenate([residuals / scales + scaled @ (x - at), x / prior])
 
-    def residuals(values: Array) -> Array:
-        return np.concatenate([model.residuals(full(values)) / scales, values / prior])
-
-    def jacobian(values: Array) -> Array:
-        return np.vstack([model.jacobian(full(values), columns)[:, columns] / scales[:, None], np.diag(1.0 / prior)])
-
-    low, high = np.array([p.low for p in chosen]), np.array([p.high for p in chosen])
-    inside = np.clip(start[columns], low + 1e-9, high - 1e-9)
-    done = least_squares(residuals, inside, jac=jacobian, bounds=(low, high), loss=loss_of(n), x_scale=prior, max_nfev=30, xtol=1e-4, ftol=1e-5)
-    return full(done.x)
+    start = np.clip(at, low + 1e-9, high - 1e-9)
+    done = least_squares(value, start, jac=lambda _: matrix, bounds=(low, high), loss=loss_of(len(residuals)), x_scale=prior, max_nfev=100)
+    return np.asarray(done.x)
 
 
 def loss_of(points: int) -> Callable[[Array], Array]:
@@ -307,12 +342,21 @@ def _describe(model: Model, free: Sequence[int], x: Array, covariance: Array, ja
     out = []
     for j, p in enumerate(model.parameters):
         if j in at:
-            out.append(Found(p, p.base.value * math.exp(x[j]), float(sd[at[j]]), True))
+            out.append(Found(p, p.base.value * math.exp(x[j]), float(sd[at[j]]), True, sources=_speakers(model.points, scaled[:, j])))
             continue
         left = 1.0 / math.sqrt(information[j] + 1.0 / p.prior**2)
         stands = _stand_in(scaled, j, free, model.parameters) if left < 0.7 * p.prior else ""
         out.append(Found(p, p.base.value, float(left) if stands else p.prior, False, stands))
     return tuple(sorted(out, key=lambda f: (not f.determined, f.parameter.name)))
+
+
+def _speakers(points: Sequence[Point], column: Array) -> tuple[str, ...]:
+    """Sources with a tenth or more of what is known of a constant."""
+    shares: dict[str, float] = defaultdict(float)
+    for point, value in zip(points, column, strict=True):
+        shares[point.source] += float(value) ** 2
+    whole = sum(shares.values()) or 1.0
+    return tuple(source for source, share in sorted(shares.items(), key=lambda kv: -kv[1]) if share >= 0.1 * whole)
 
 
 def _stand_in(scaled: Array, j: int, free: Sequence[int], parameters: Sequence[Parameter]) -> str:

@@ -16,17 +16,20 @@ def rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def fitted_constants(fit: Fit, *, source: str, date: str, versions: str) -> tuple[Constant, ...]:
-    """The constants that a fit determined, and those it holds whose product with a determined one is now known better than alone."""
+def fitted_constants(fit: Fit, *, date: str, versions: str) -> list[tuple[str, Constant]]:
+    """(key, constant) of what a fit determined, and of what it holds whose product with a determined one is now known better than alone."""
     out = []
     for found in fit.found:
         p = found.parameter
         if found.determined:
-            out.append(Constant(rounded(found.value), p.base.unit, rounded(found.log_sd, 2), source, "fitted", date, versions, p.place))
+            new = Constant(rounded(found.value), p.base.unit, rounded(found.log_sd, 2), "; ".join(found.sources), "fitted", date, versions, p.place)
         elif found.with_:
             words = f"held; {found.with_} was fitted, and only together do they show"
-            out.append(Constant(p.base.value, p.base.unit, rounded(found.log_sd, 2), f"{words}; {p.base.source}", p.base.basis, date, versions, p.place))
-    return tuple(out)
+            new = Constant(p.base.value, p.base.unit, rounded(found.log_sd, 2), f"{words}; {p.base.source}", p.base.basis, date, versions, p.place)
+        else:
+            continue
+        out += [(key, new) for key in p.keys]
+    return out
 
 
 def time_scatter(fit: Fit, held: Mapping[By, Held]) -> dict[str, float]:
@@ -47,7 +50,7 @@ def fitted_profile(fit: Fit, held: Mapping[By, Held], name: str, dates: Sequence
     sources = sorted({point.source for point in fit.model.points})
     source = "; ".join(sources[:MOST_SOURCES]) + (f"; {len(sources) - MOST_SOURCES} more" if len(sources) > MOST_SOURCES else "")
     date, words = max(dates, default="")[:10], environment_words(versions)
-    constants = list(zip(keys_of(fit), fitted_constants(fit, source=source, date=date, versions=words), strict=True))
+    constants = fitted_constants(fit, date=date, versions=words)
     for place, scatter in time_scatter(fit, held).items():
         constants.append(("scatter.time", Constant(rounded(scatter, 2), "log", 0.0, f"steps left out of the fit: {source}", "fitted", date, words, place)))
     return profile_text(name, constants, (f"Written by calibrate fit from {len(fit.model.points)} figures.",))
@@ -57,11 +60,6 @@ LEAST_STEPS = 5
 """Steps from which a scatter is estimated."""
 MOST_SOURCES = 3
 """Sources that a constant names."""
-
-
-def keys_of(fit: Fit) -> tuple[str, ...]:
-    """Keys of `fitted_constants`, in the same order."""
-    return tuple(found.parameter.key for found in fit.found if found.determined or found.with_)
 
 
 def profile_text(name: str, constants: Iterable[tuple[str, Constant]], comments: Iterable[str] = ()) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from calibrate.evidence import CollectiveEvidence, DirectEvidence, Evidence, HostEvidence, KernelEvidence, Point
+from calibrate.evidence import CollectiveEvidence, ContentionEvidence, DirectEvidence, Evidence, HostEvidence, KernelEvidence, Point
 from costmodel.catalog.profiles import load_profile
 from costmodel.cost.network import group_of
 from costmodel.program.ir import Op
@@ -16,7 +16,7 @@ from costmodel.spec.cluster import Cluster
 
 SCHEMA = 1
 Kind = Literal["matmul", "attention", "memory", "copy", "launch", "tensor", "collective", "contention", "context"]
-NOISE = {"matmul": 0.1, "attention": 0.15, "memory": 0.15, "copy": 0.1, "launch": 0.1, "tensor": 0.2, "collective": 0.2, "contention": 0.3, "context": 0.05}
+NOISE = {"matmul": 0.1, "attention": 0.15, "memory": 0.15, "copy": 0.1, "launch": 0.1, "tensor": 0.2, "collective": 0.2, "contention": 0.1, "context": 0.05}
 """Standard deviation of log(predicted / measured) that the formulas leave, before residuals say how much."""
 PHASES = ("forward", "backward", "recompute")
 
@@ -31,13 +31,13 @@ class Sample:
 
     matmul, attention, memory, copy: an Op of the cost model, by its dims, dtype, flops, nbytes and kernels. launch: host seconds of issuing
     one kernel (`name` is the phase). tensor: host seconds of an optimizer step per tensor. collective: `name` is its kind, `group` its
-    ranks, nbytes in the convention of ir.Comm. contention: extra seconds of a kernel per second of a collective beside it. context: bytes.
+    ranks, nbytes in the convention of ir.Comm. contention: a kernel and a collective together, and in `alone_s` each alone. context: bytes.
     """
 
     kind: Kind
     name: str
     values: tuple[float, ...]
-    """Seconds of each repeat (contention: a ratio; context: bytes)."""
+    """Seconds of each repeat; of a context, bytes."""
     reference_s: tuple[float, ...] = ()
     """Seconds of the reference kernel beside each repeat."""
     dims: tuple[int, ...] = ()
@@ -46,6 +46,7 @@ class Sample:
     nbytes: float = 0.0
     kernels: int = 1
     group: int = 1
+    alone_s: tuple[float, float] | None = None
 
     @property
     def label(self) -> str:
@@ -94,7 +95,7 @@ def typical_reference(samples: Sequence[Sample]) -> float:
 
 def steady(sample: Sample, reference_s: float) -> float:
     """The median repeat, each divided by how slow the reference kernel beside it was: a machine that drifts slows both."""
-    if sample.kind in ("context", "contention") or len(sample.reference_s) != len(sample.values):
+    if sample.kind == "context" or len(sample.reference_s) != len(sample.values):
         return statistics.median(sample.values)
     return statistics.median(v / r * reference_s for v, r in zip(sample.values, sample.reference_s, strict=True))
 
@@ -129,10 +130,10 @@ def probe_evidence(probe: Probe, base: str | None = None) -> list[Evidence]:
         elif kind in ("launch", "tensor"):
             counts = tuple({"per tensor" if kind == "tensor" else f"launch {s.name}": 1.0} for s in samples)
             out.append(HostEvidence(run, profile, points, counts))
-        else:
-            key = "overlap.contention" if kind == "contention" else "memory.context_bytes"
-            if profile.value(key) > 0:
-                out.append(DirectEvidence(profile, points, (key,) * len(points)))
+        elif kind == "contention":
+            out.append(ContentionEvidence(profile, points, tuple(s.alone_s for s in samples if s.alone_s)))
+        elif profile.value("memory.context_bytes") > 0:
+            out.append(DirectEvidence(profile, points, ("memory.context_bytes",) * len(points)))
     return out
 
 
