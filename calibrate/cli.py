@@ -4,13 +4,18 @@ import json
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
 from calibrate import ScipyMissing, require_scipy
 from costmodel.cli.files import write_whole
 from costmodel.cli.guard import GuardedGroup, InputError, set_debug
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from costmodel.render.text import Page
 
 app = typer.Typer(name="calibrate", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
                   no_args_is_help=True, context_settings={"max_content_width": 100},
@@ -34,6 +39,7 @@ def fit(
                                              help="Constants before the fit, and their uncertainty. Default: the shipped ones.")] = None,
     constants: Annotated[list[str] | None, typer.Option("--constants", metavar="PATTERN", show_default=False,
                                                         help="Fit only these, such as 'bandwidth.*' or 'hosts.cpu: *'; may be given again.")] = None,
+    loosen: Annotated[float, typer.Option("--loosen", metavar="FACTOR", min=0.01, help="Take the base profile's uncertainties this many times as wide.")] = 1.0,
     name: Annotated[str, typer.Option("--name", help="Name of the profile. Default: the file's.", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/calibrating.md) instead of the text.", show_default=False)] = False,
 ) -> None:
@@ -55,7 +61,7 @@ def fit(
         def wanted(place: str, key: str) -> bool:
             return not patterns or any(fnmatchcase(key, p) or fnmatchcase(f"{place}: {key}", p) for p in patterns)
 
-        chosen = candidates(read.evidence, wanted)
+        chosen = candidates(read.evidence, wanted, loosen)
         exact = [p for p in chosen if p.key in patterns or p.name in patterns]
         found = fit_evidence(read.evidence, chosen, required=exact)
     except (ReadingError, FitError) as error:
@@ -109,6 +115,42 @@ def probe(
     for line in found.links:
         print(f"  {line}")
     print(f"wrote {output}", file=sys.stderr)
+
+
+RecordsOption = Annotated[list[Path] | None, typer.Option("--records", metavar="RECORDS", show_default=False,
+                                                           help="Predict these records and probes too, and plot; may be given again.")]
+
+
+@app.command()
+def show(
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A .toml file, or a shipped accelerator's name.", show_default=False)],
+    records: RecordsOption = None,
+) -> None:
+    """The constants of a profile, and how well it predicts some records."""
+    _need_scipy()
+    from calibrate.show import show as shown
+    _print(lambda page: shown(profile, records or [], page))
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A .toml file, or a shipped accelerator's name.", show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    records: RecordsOption = None,
+) -> None:
+    """Where two profiles differ, and how well each predicts some records."""
+    _need_scipy()
+    from calibrate.show import diff as differing
+    _print(lambda page: differing(first, second, records or [], page))
+
+
+def _print(write: "Callable[[Page], str]") -> None:
+    from calibrate.reading import ReadingError
+    from costmodel.render.text import Page, screen_width, wants_colour
+    try:
+        print(write(Page(max(110, screen_width(sys.stdout)), wants_colour(sys.stdout))), end="")
+    except ReadingError as error:
+        raise InputError(str(error)) from None
 
 
 class Progress:

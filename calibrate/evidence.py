@@ -53,6 +53,10 @@ class Evidence(Protocol):
     @property
     def points(self) -> tuple[Point, ...]: ...
 
+    def bears_on(self, key: str) -> bool:
+        """Whether a constant can matter to any point; a cheap first look."""
+        ...
+
     def log_predicted(self, profile: Profile) -> list[float]:
         """Natural logarithm of the prediction for every point, on other constants."""
         ...
@@ -68,6 +72,16 @@ class StepEvidence:
     program: Program
     pools_bytes: int = 0
     """Of the fullest rank: the peaks of its allocator pools, summed."""
+
+    def bears_on(self, key: str) -> bool:
+        if key.startswith("memory."):
+            return any(point.figure == "reserved" for point in self.points)
+        if not any(point.figure == "time" for point in self.points) or key.startswith(("moe.", "cp.", "scatter.")):
+            return False
+        compiled, tp = self.run.recipe.compile, self.run.plan.tp > 1
+        mode = {"host.eager.": not compiled, "host.compile.": compiled, "host.graph.": compiled and self.run.recipe.cuda_graphs, "tp.": tp,
+                "link.": self.run.cluster.gpus > 1, "jitter.": self.run.cluster.gpus > 1, "overlap.": self.run.cluster.gpus > 1}
+        return all(on for prefix, on in mode.items() if key.startswith(prefix))
 
     def log_predicted(self, profile: Profile) -> list[float]:
         return [math.log(self._figure(point.figure, profile)) for point in self.points]
@@ -102,6 +116,9 @@ class KernelEvidence:
     points: tuple[Point, ...]
     ops: tuple[Op, ...]
 
+    def bears_on(self, key: str) -> bool:
+        return key.startswith(("matmul.", "attention.", "bandwidth.", "copy."))
+
     def log_predicted(self, profile: Profile) -> list[float]:
         costs = compute_costs(self.accelerator, profile, self.recipe)
         return [math.log(costs.op_s(op)) for op in self.ops]
@@ -115,6 +132,9 @@ class CollectiveEvidence:
     profile: Profile
     points: tuple[Point, ...]
     calls: tuple[tuple[str, int, Group], ...]
+
+    def bears_on(self, key: str) -> bool:
+        return key.startswith("link.")
 
     def log_predicted(self, profile: Profile) -> list[float]:
         costs = network_costs(self.cluster, profile)
@@ -131,6 +151,9 @@ class HostEvidence:
     counts: tuple[Mapping[str, float], ...]
     """Per point: how often each price is paid."""
 
+    def bears_on(self, key: str) -> bool:
+        return key.startswith(("host.", "step."))
+
     def log_predicted(self, profile: Profile) -> list[float]:
         prices = RunPrices(self.run, profile)
         cost = {**{f"launch {phase}": s for phase, s in prices.launch.items()}, "collective": prices.collective_host_s,
@@ -146,6 +169,9 @@ class ContentionEvidence:
     points: tuple[Point, ...]
     alone: tuple[tuple[float, float], ...]
 
+    def bears_on(self, key: str) -> bool:
+        return key == "overlap.contention"
+
     def log_predicted(self, profile: Profile) -> list[float]:
         kappa = profile.value("overlap.contention")
         return [math.log(max(pair) + kappa * min(pair)) for pair in self.alone]
@@ -158,6 +184,9 @@ class DirectEvidence:
     profile: Profile
     points: tuple[Point, ...]
     keys: tuple[str, ...]
+
+    def bears_on(self, key: str) -> bool:
+        return key in self.keys
 
     def log_predicted(self, profile: Profile) -> list[float]:
         return [math.log(profile.value(key)) for key in self.keys]

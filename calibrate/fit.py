@@ -32,8 +32,10 @@ STEP = 1e-3
 """Of the derivative, in the logarithm of a constant."""
 REACH = 4.0
 """Prior standard deviations that a constant may move."""
-TURNS = 10
-"""Gauss-Newton steps at most, each on the scatter that the last one left."""
+ROUNDS = 3
+"""Fits, each on the scatter that the last one left; constants that it leaves undetermined are dropped."""
+TURNS = 8
+"""Gauss-Newton steps of a fit at most."""
 SETTLED = 0.02
 """Prior standard deviations: a step that moves no constant by more is the last."""
 HALVINGS = 5
@@ -76,16 +78,21 @@ TIES = {"matmul.bf16.peak_share": "matmul.fp16.peak_share"}
 """Constants that are one magnitude: a matrix unit runs both 16-bit formats at one rate. Tied where the base gives them one value."""
 
 
-def parameter(key: str, base: Constant, tied: tuple[str, ...] = ()) -> Parameter:
+def parameter(key: str, base: Constant, tied: tuple[str, ...] = (), loosen: float = 1.0) -> Parameter:
     """A constant as a parameter: within REACH prior deviations, and a share of a data sheet at most 1 (a CPU has no data sheet)."""
-    high = REACH * base.log_sd
+    prior = base.log_sd * loosen
+    high = REACH * prior
     if base.unit == "share" and base.value <= 1.0 and base.place != "hardware.cpu":
         high = min(high, -math.log(base.value))
-    return Parameter(base.place, key, base, base.log_sd, -REACH * base.log_sd, max(high, 1e-6), tied)
+    return Parameter(base.place, key, base, prior, -REACH * prior, max(high, 1e-6), tied)
 
 
-def candidates(evidence: Iterable[Evidence], wanted: Callable[[str, str], bool] = lambda place, key: True) -> tuple[Parameter, ...]:
-    """Every uncertain magnitude of the evidence's profiles that `wanted(place, key)` lets through, one per place and key."""
+def candidates(evidence: Iterable[Evidence], wanted: Callable[[str, str], bool] = lambda place, key: True,
+               loosen: float = 1.0) -> tuple[Parameter, ...]:
+    """Every uncertain magnitude of the evidence's profiles that `wanted(place, key)` lets through, one per place and key.
+
+    `loosen` widens the priors: for a machine that may differ from the shipped constants by more than they say.
+    """
     found: dict[tuple[str, str], Parameter] = {}
     slaves: set[tuple[str, str]] = set()
     for item in evidence:
@@ -95,7 +102,7 @@ def candidates(evidence: Iterable[Evidence], wanted: Callable[[str, str], bool] 
             if movable and (constant.place, key) not in found and wanted(constant.place, key):
                 other = TIES.get(key, "")
                 tied = (other,) if other in constants and constants[other][:3] == constant[:3] and constants[other].place == constant.place else ()
-                found[constant.place, key] = parameter(key, constant, tied)
+                found[constant.place, key] = parameter(key, constant, tied, loosen)
                 slaves |= {(constant.place, name) for name in tied}
     return tuple(found[at] for at in sorted(found) if at not in slaves)
 
@@ -106,7 +113,8 @@ class Model:
     def __init__(self, evidence: Sequence[Evidence], parameters: Sequence[Parameter]) -> None:
         self.evidence, self.parameters = tuple(evidence), tuple(parameters)
         index = {(p.place, key): j for j, p in enumerate(parameters) for key in p.keys}
-        self.uses = [tuple(dict.fromkeys(index[c.place, key] for key, c in item.profile.constants.items() if (c.place, key) in index)) for item in evidence]
+        self.uses = [tuple(dict.fromkeys(index[c.place, key] for key, c in item.profile.constants.items() if (c.place, key) in index and item.bears_on(key)))
+                     for item in evidence]
         self.points = tuple(point for item in evidence for point in item.points)
         self.rows: list[slice] = []
         start = 0
@@ -214,20 +222,18 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
     base = np.zeros(len(parameters))
     before, sensitivity = model.residuals(base), model.jacobian(base)
     prior = np.array([p.prior for p in parameters])
-    x, after, jacobian, weight = base, before, sensitivity, np.ones(len(model.points))
-    allowed = np.ones(len(parameters), dtype=bool)
-    for turn in range(TURNS):
-        free = informed(jacobian * allowed * (prior * np.sqrt(weight)[:, None] / scales[:, None]), min(twins, len(parameters)))
-        allowed = np.isin(np.arange(len(parameters)), free)
-        moved = descend(model, free, x * allowed, jacobian, scales)
-        settled = float(np.max(np.abs(moved - x) / prior, initial=0.0)) < SETTLED
-        x = moved
-        after, jacobian = model.residuals(x), model.jacobian(x)
+    limit = min(twins, len(parameters))
+    free = informed(sensitivity * (prior / scales[:, None]), limit)
+    x, after, jacobian = base, before, sensitivity
+    for _ in range(ROUNDS):
+        x, after, jacobian = settle(model, free, x, after, jacobian, scales)
         scatter = spread_by_source(model.points, after)
         scales = np.array([scatter[point.source] for point in model.points])
-        weight = weights(after, scales)
-        if settled and turn:
-            break
+        known = jacobian * (prior * np.sqrt(weights(after, scales))[:, None] / scales[:, None])
+        kept = informed(known * np.isin(np.arange(len(parameters)), free), limit)
+        x, free = np.where(np.isin(np.arange(len(parameters)), kept), x, 0.0), kept
+    x, after, jacobian = settle(model, free, x, model.residuals(x), jacobian, scales)
+    scatter = spread_by_source(model.points, after)
     missing = [p.name for j, p in enumerate(parameters) if p in required and j not in free]
     if missing:
         raise FitError(f"the records do not determine {', '.join(missing)}: its effect is too small, or that of other constants. "
@@ -246,12 +252,24 @@ def informed(scaled: Array, limit: int) -> tuple[int, ...]:
     return tuple(sorted(int(j) for j, s in zip(order, size, strict=False) if s > 1.0))
 
 
-def descend(model: Model, free: Sequence[int], x: Array, jacobian: Array, scales: Array) -> Array:
+def settle(model: Model, free: Sequence[int], x: Array, residuals: Array, jacobian: Array, scales: Array) -> tuple[Array, Array, Array]:
+    """(x, residuals, derivatives) at the minimum for a given scatter, by Gauss-Newton steps."""
+    prior = np.array([p.prior for p in model.parameters])
+    for _ in range(TURNS):
+        moved = descend(model, free, x, residuals, jacobian, scales)
+        far = float(np.max(np.abs(moved - x) / prior, initial=0.0))
+        x, residuals = moved, model.residuals(moved)
+        if far < SETTLED:
+            break
+        jacobian = model.jacobian(x)
+    return x, residuals, jacobian
+
+
+def descend(model: Model, free: Sequence[int], x: Array, here: Array, jacobian: Array, scales: Array) -> Array:
     """One Gauss-Newton step: the minimum of the linearised problem, or the nearest halving on the way there that is no worse."""
     columns = list(free)
     if not columns:
         return np.zeros(len(model.parameters))
-    here = model.residuals(x)
     moved = x.copy()
     moved[columns] = linear_minimum(model, columns, jacobian[:, columns], here, scales, x[columns])
     start = objective(model, x, here, scales)

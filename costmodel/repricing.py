@@ -14,7 +14,7 @@ from costmodel.program.stages import build_pipeline
 from costmodel.report import TimeReport
 from costmodel.simulate import Scan, seconds
 from costmodel.spec import Run
-from costmodel.timing import pipeline_times
+from costmodel.timing import pipeline_seconds
 
 NINE_IN_TEN = 1.2815515655446004
 """Standard deviations from the median of a normal distribution to its 90% quantile."""
@@ -30,9 +30,7 @@ def step_seconds(run: Run, program: Program, profile: Profile) -> float:
     """Seconds of one step of the slowest rank, as `predict` gives them, without the rest of the report."""
     prices = RunPrices(run, profile)
     scan = Scan(prices)
-    if run.plan.pp > 1:
-        return max(time.step_s for time in pipeline_times(run, program, prices, scan, {}))
-    longest = max(seconds(role.step, scan) for role in program.roles)
+    longest = pipeline_seconds(run, program, prices, scan) if run.plan.pp > 1 else max(seconds(role.step, scan) for role in program.roles)
     return longest * (1.0 + prices.jitter * math.log2(run.cluster.gpus)) + prices.fixed
 
 

@@ -115,6 +115,8 @@ def probe_evidence(probe: Probe, base: str | None = None) -> list[Evidence]:
     source = f"probe of {probe.environment.host}"
     grouped: dict[str, list[tuple[Sample, Point]]] = defaultdict(list)
     for sample in probe.samples:
+        if sample.kind == "contention" and sample.alone_s is None:
+            raise ProbeError(f"{sample.label} does not say what each takes alone (alone_s).")
         point = Point(sample.label, f"{source}, {sample.kind}", "time", steady(sample, reference), NOISE[sample.kind], sample.kind,
                       f"{probe.cluster.gpus} x {probe.cluster.accelerator.name}", sample.label)
         grouped["kernel" if sample.kind in ("matmul", "attention", "memory", "copy") else sample.kind].append((sample, point))

@@ -124,10 +124,7 @@ def load_profile(run: HasHardware, name: str | None = None) -> Profile:
     if name is None or not name.endswith(".toml"):
         return _shipped(run, name)
     base = _shipped(run, None)
-    path = Path(name)
-    if not path.is_file():
-        raise PlanError("profile", name, "there is no such file.", f"Use a path to a .toml file, or one of {', '.join(list_profiles())}.")
-    return _override(base, path)
+    return _override(base, Path(name))
 
 
 def hardware_name(accelerator: Accelerator) -> str:
@@ -240,19 +237,13 @@ def constants_at(place: str) -> Mapping[str, Constant]:
 
 def _override(base: Profile, path: Path) -> Profile:
     """Constants of a user's file on top of the shipped ones; every mistake names its key."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise PlanError("profile", path, "the file is not UTF-8 text.", "Save it as UTF-8.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
+    data = _parsed(path)
     label = data.pop("name", path.stem)
-    placed = {room: data.pop(room) for room in PLACES if isinstance(data.get(room), dict)}
     new: dict[str, Constant] = {}
-    for room, files in placed.items():
-        for name, tables in files.items():
-            new |= _placed(base, f"{room}.{name}", tables, path)
-    for key, item in _entries(data):
+    for place, key, constant in _placed(data, path):
+        if key in base.constants and base.constants[key].place == place:
+            new[key] = constant
+    for key, item in _entries({k: v for k, v in data.items() if k not in PLACES}):
         shipped = base.constants.get(key)
         if shipped is None:
             near = get_close_matches(key, base.constants, n=2)
@@ -262,22 +253,43 @@ def _override(base: Profile, path: Path) -> Profile:
     return base.replace(new, f"{label} over {base.name}")
 
 
-def _placed(base: Profile, place: str, tables: Any, path: Path) -> dict[str, Constant]:
-    """Constants given under a place: those that the run takes from there."""
-    shipped = constants_at(place)
-    if not shipped:
-        raise PlanError("profile", place, f"{path.name} gives constants for it, and no shipped file has that name.",
-                        "Use a place such as hardware.h100_sxm, software.pytorch, links.shm or hosts.cpu.")
-    new: dict[str, Constant] = {}
-    for key, item in _entries(tables if isinstance(tables, dict) else {}):
-        if key not in shipped:
-            near = get_close_matches(key, shipped, n=2)
-            raise PlanError("profile", f"{place}: {key}", f"{path.name} sets a constant that {place} does not have.",
-                            f"Use {' or '.join(near)}." if near else "Remove it.")
-        checked = _checked(key, item, shipped[key], path)
-        if key in base.constants and base.constants[key].place == place:
-            new[key] = checked
-    return new
+def file_constants(path: Path) -> dict[tuple[str, str], Constant]:
+    """(place, key) -> constant of a user's file; the place is empty for what it gives to every run. Raises PlanError."""
+    data = _parsed(path)
+    data.pop("name", None)
+    found = {(place, key): constant for place, key, constant in _placed(data, path)}
+    for key, item in _entries({k: v for k, v in data.items() if k not in PLACES}):
+        found["", key] = _checked(key, item, Constant(0.0, item.get("unit", ""), 0.0, path.name, "assumed"), path)
+    return found
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError("profile", path, "there is no such file.", f"Use a path to a .toml file, or one of {', '.join(list_profiles())}.") from None
+    except UnicodeDecodeError:
+        raise PlanError("profile", path, "the file is not UTF-8 text.", "Save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
+
+
+def _placed(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str, Constant]]:
+    """(place, key, constant) of all that a file gives under places."""
+    for room in PLACES:
+        files = data.get(room, {})
+        for name, tables in files.items() if isinstance(files, dict) else ():
+            place = f"{room}.{name}"
+            shipped = constants_at(place)
+            if not shipped:
+                raise PlanError("profile", place, f"{path.name} gives constants for it, and no shipped file has that name.",
+                                "Use a place such as hardware.h100_sxm, software.pytorch, links.shm or hosts.cpu.")
+            for key, item in _entries(tables if isinstance(tables, dict) else {}):
+                if key not in shipped:
+                    near = get_close_matches(key, shipped, n=2)
+                    raise PlanError("profile", f"{place}: {key}", f"{path.name} sets a constant that {place} does not have.",
+                                    f"Use {' or '.join(near)}." if near else "Remove it.")
+                yield place, key, _checked(key, item, shipped[key], path)
 
 
 def _entries(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
