@@ -15,7 +15,7 @@ NOISE = {"time": 0.1, "reserved": 0.05}
 """Stated scatter of a publisher's figures about the formulas, before the residuals say how much."""
 
 
-def published_evidence(records: Iterable[Mapping[str, Any]], rules: Rules) -> list[StepEvidence]:
+def published_evidence(records: Iterable[Mapping[str, Any]], rules: Rules, base: str | None = None) -> list[StepEvidence]:
     """One piece of evidence a record. Doubtful figures and tests bound by launches are left out; so is memory of a rank that is not the fullest."""
     out = []
     for record in records:
@@ -37,7 +37,7 @@ def published_evidence(records: Iterable[Mapping[str, Any]], rules: Rules) -> li
                 apart = {**common, "source": f"{common['source']}, memory"}
                 points.append(Point(name, figure="reserved", measured=reserved * GIB, noise=NOISE["reserved"], **apart))
             if points:
-                out.append(step_evidence(run, load_profile(run), points))
+                out.append(step_evidence(run, load_profile(run, base), points))
         except (Refused, PlanError):
             continue
     return out
