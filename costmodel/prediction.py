@@ -3,12 +3,12 @@
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
-from costmodel.program.build import Program, build, single_builder
+from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
-from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
+from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
 from costmodel.spec import Plan, Recipe, Run
 from costmodel.spec.cluster import NETWORKS
@@ -18,15 +18,16 @@ RISKY_SHARE = 0.90
 """Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
 
 
-def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = True) -> StepReport:
+def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = True, intervals: bool = False) -> StepReport:
     """Memory and time of one step of a run, from arithmetic alone.
 
     `profile` is a Profile, a name or path, or None for the shipped one of the run's accelerator and framework. `scaling` also
-    predicts one GPU of the same kind, for the efficiencies. Raises PlanError where something is not predicted yet.
+    predicts one GPU of the same kind, for the efficiencies; `intervals` says how far the uncertainty of the constants, where they
+    have any, moves the answer. Raises PlanError where something is not predicted yet.
     """
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     pipelined = run.plan.pp > 1
-    program = build_pipeline(run) if pipelined else build(run)
+    program = program_of(run)
     prices = RunPrices(run, constants)
     scan = Scan(prices)
     seen: dict[int, BlockCounts] = {}
@@ -43,8 +44,9 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         times = [waiting(time, max(late.values())) for time in times]
     memo: dict[int, reading.Reading] = {}
     sent = {key: _collectives(count, prices, scan) for key, count in {id(count): count for count in counts}.items()}
-    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time, sent[id(count)])
-             for role, time, count in zip(program.roles, times, counts, strict=True)]
+    read = [reading.memory_of(role, memo) for role in program.roles]
+    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, m), time, sent[id(count)])
+             for role, m, time, count in zip(program.roles, read, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
     return StepReport(
@@ -53,7 +55,21 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
         scaling=_scaling(run, program, scan, prices.fixed, slowest.step_s) if scaling else None,
         bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times), *_what_if(run, program, late)),
-        basis=_basis(constants, run))
+        basis=_basis(constants, run), interval=_interval(run, constants, program, slowest, roles, read) if intervals else None)
+
+
+def _interval(run: Run, constants: Profile, program: Program, slowest: TimeReport, roles: list[RoleReport],
+              read: list[reading.MemoryReading]) -> dict[str, tuple[float, float]] | None:
+    """10% and 90% quantiles of the step's time, and of the memory that the fullest role reserves and holds."""
+    found: dict[str, tuple[float, float]] = {}
+    time = interval(time_log_sd(run, program, constants, slowest), slowest.step_s)
+    if time is not None:
+        found["step_s"] = time
+    fullest = max(range(len(roles)), key=lambda i: read[i].peak.total_bytes)
+    memory = roles[fullest].memory
+    if memory is not None and memory.reserved_bytes is not None:
+        found |= memory_intervals(run, constants, sum(read[fullest].pool_peaks), memory.outside)
+    return found or None
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------

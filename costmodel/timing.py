@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
@@ -101,6 +102,41 @@ def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds:
     return pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
 
 
+class Finished(NamedTuple):
+    """When things end in a pipelined step, counted from the first micro-batch."""
+
+    ranks: list[float]
+    """Each rank's last action."""
+    actions: list[float]
+    """Every action, by its index in the schedule."""
+    done: float
+    """All of it, and what it left in flight."""
+    around: float
+    """Seconds of what comes before and after."""
+
+
+def finished(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, slot: Callable[[int, Part], tuple[float, float]]) -> Finished:
+    """The ends of a step, given (seconds, tail) of a part on a rank."""
+    ends, actions = paced(run, ranks, prices, lambda rank, part: slot(rank, part)[0])
+    done = max(*ends, *(end + slot(r, rank.part(rank.last))[1] for r, (end, rank) in enumerate(zip(ends, ranks, strict=True))))
+    return Finished(ends, actions, done, max(slot(r, rank.before)[0] + slot(r, rank.after)[0] for r, rank in enumerate(ranks)))
+
+
+def pipeline_seconds(run: Run, program: Program, prices: RunPrices, scan: Scan) -> float:
+    """Seconds of a pipelined step as `pipeline_times` has them, and nothing else; stragglers and fixed time left out."""
+    slots: dict[int, tuple[float, float]] = {}
+
+    def priced(_: int, part: Part) -> tuple[float, float]:
+        known = slots.get(id(part))
+        if known is None:
+            clocks = step_time(part, prices, scan=scan, drain=False)
+            known = slots[id(part)] = clocks.compute, tail_of(clocks)[0]
+        return known
+
+    end = finished(run, program.pipeline, prices, priced)
+    return end.done + end.around
+
+
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
     """The time of every pipeline rank.
 
@@ -116,7 +152,7 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    ends, done, around = _whole(run, ranks, prices, lambda _, part: priced(part))
+    ends, _, done, around = finished(run, ranks, prices, lambda _, part: (priced(part).seconds, priced(part).tail))
     drained = max(ends)
     final = [priced(rank.part(rank.last)) for rank in ranks]
     reports: dict[tuple[int, float], TimeReport] = {}
@@ -145,13 +181,6 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     return out
 
 
-def _whole(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, priced: Callable[[int, Part], _Slot]) -> tuple[list[float], float, float]:
-    """When each rank has drained, when all have and nothing is in flight, and the seconds around the micro-batches."""
-    ends = paced(run, ranks, prices, lambda rank, part: priced(rank, part).seconds)[0]
-    done = max(*ends, *(end + priced(r, rank.part(rank.last)).tail for r, (end, rank) in enumerate(zip(ends, ranks, strict=True))))
-    return ends, done, max(priced(r, rank.before).seconds + priced(r, rank.after).seconds for r, rank in enumerate(ranks))
-
-
 def slow_rank_waits(run: Run, profile: Profile, program: Program, scan: Scan) -> dict[int, float]:
     """Seconds by which a step is longer where the slow rank (cluster.slow_rank) is one of the i-th role.
 
@@ -168,15 +197,15 @@ def slow_rank_waits(run: Run, profile: Profile, program: Program, scan: Scan) ->
     slots: dict[tuple[bool, int], _Slot] = {}
     prices = RunPrices(run, profile)
 
-    def priced(part: Part, slower: bool) -> _Slot:
+    def priced(part: Part, slower: bool) -> tuple[float, float]:
         key = slower, id(part)
         if key not in slots:
             slots[key] = _Slot(part, prices, slow if slower else scan, seen)
-        return slots[key]
+        return slots[key].seconds, slots[key].tail
 
     def total(at: int) -> float:
-        _, done, around = _whole(run, ranks, prices, lambda rank, part: priced(part, rank == at))
-        return done + around
+        end = finished(run, ranks, prices, lambda rank, part: priced(part, rank == at))
+        return end.done + end.around
 
     p = run.plan.pp
     tried = range(p) if p <= SLOW_TRIED else sorted({0, 1, p - 2, p - 1, *range(0, p, -(-p // SLOW_TRIED))})

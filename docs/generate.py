@@ -83,6 +83,8 @@ MEANINGS = {
     "StepReport.provenance": "`predicted`, `dryrun`, `solo`, `run` or `published`.", "StepReport.roles": "One entry per rank role.",
     "StepReport.world_size": "Ranks of the job.", "StepReport.tokens_per_step": "Tokens of one optimizer step over all ranks.",
     "StepReport.scaling": "Efficiency against one GPU.", "StepReport.bound_by": "What bounds the step, in words.",
+    "Record.run": "What was performed, every field (docs/run.md).", "Record.outcome": "How it ended.",
+    "Outcome.message": "What was said then, one line.", "Environment.host": "Name of the host.",
     "StepReport.basis": "How sure each kind of figure is: `exact`, `modelled`, `fitted` or `guess`.",
     "Waterfall.predicted_s": "Seconds of the predicted step.", "Waterfall.measured_s": "What `--measured` gave; null without it.",
     "Waterfall.peak_flops_per_s": "Dense peak of the compute dtype of one GPU.", "Waterfall.bars": "The bars, in order.",
@@ -120,12 +122,12 @@ MEANINGS = {
 
 def types() -> dict[str, type]:
     """The described types by name."""
-    from costmodel import comparison, explain, report, spec, waterfall
+    from costmodel import comparison, explain, records, report, spec, waterfall
     found: list[type] = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
              spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.Peak, report.TimeReport, report.Collective,
              report.Scaling, waterfall.Waterfall, waterfall.Bar, comparison.Comparison, comparison.Entry, comparison.Memory, comparison.Difference,
              comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term, explain.LayerSplit,
-             explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight]
+             explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight, records.Record, records.Outcome, records.Environment]
     return {kind.__name__: kind for kind in found}
 
 

@@ -27,6 +27,7 @@ from execute.step import train_step
 from execute.strategies import Prepared, strategy
 from execute.strategies.pipeline import Stages
 from execute.support import check_supported
+from execute.weights import init_weights
 
 STEPS = ("first step", "steady step")
 
@@ -73,7 +74,7 @@ def _perform(run: Run, steps: tuple[str, ...], *, dry: bool) -> Observation:
             compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
             if not dry:
                 with tracker.pause():
-                    model.init_weights()
+                    init_weights(model)
             tracker.label(model.parameters(), "parameters")
             tracker.label(model.buffers(), "framework")
             tracker.follow(model)

@@ -69,7 +69,7 @@ def predict(
     resolved = given.resolve()
     with given.naming():
         profile = load_profile(resolved.run, given.profile)
-        report = predict_run(resolved.run, profile)
+        report = predict_run(resolved.run, profile, intervals=True)
         advice = _advice(given, resolved.run) if report.verdict in ("does not fit", "risky") else None
     if as_json or (output is not None and output.suffix.lower() == ".json"):
         text = as_document(resolved, profile, report, advice)

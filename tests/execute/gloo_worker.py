@@ -2,7 +2,6 @@
 
 import json
 import sys
-import zlib
 from typing import Any
 
 import torch
@@ -29,11 +28,12 @@ def losses(run: Any) -> list[float]:
     from execute.dryrun import build
     from execute.step import train_step
     from execute.strategies import strategy
+    from execute.weights import init_weights
     chosen, values = strategy(run), []
     model = build(run, "meta")
     chosen.shard(run, model)
     compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype))
-    fill(model)
+    init_weights(model)
     prepared = chosen.prepare(run, model, dry=False, region=lambda name: nullcontext())
     torch.manual_seed(100 + (dist.get_rank() if run.plan.dp > 1 else 0))
     batch: Any = random_batch(run)
@@ -45,23 +45,6 @@ def losses(run: Any) -> list[float]:
         dist.all_reduce(known)
         values.append((known[0] / known[1]).item())
     return values
-
-
-def fill(model: torch.nn.Module) -> None:
-    """The same values whatever the sharding: each parameter from a seed of its name in the whole model, then cut."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-    model.init_weights()  # type: ignore[operator]
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            seed = torch.Generator().manual_seed(zlib.crc32(name_in_model(model, name).encode()))
-            whole = torch.empty(p.shape).normal_(0, 0.02, generator=seed) + (p.dim() == 1)
-            p.copy_(distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole)
-
-
-def name_in_model(model: torch.nn.Module, name: str) -> str:
-    """The name of a stage's parameter in the model that is not cut into stages of one layer each."""
-    stage, _, inner = name.partition(".")
-    return inner.replace("layers.0.", f"layers.{stage.removeprefix('stage')}.") if stage.startswith("stage") else name
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from execute.data import random_batch  # noqa: E402
 from execute.dryrun import build, observe, observe_real, report  # noqa: E402
 from execute.step import train_step  # noqa: E402
 from execute.strategies import single  # noqa: E402
+from execute.weights import init_weights  # noqa: E402
 
 DEEP, DEEP_GPT = {**LLAMA, "vocab": 64}, {**GPT, "vocab": 64}
 ALONE = {
@@ -63,7 +64,7 @@ def test_pytorch_unwatched_rises_as_high_as_the_dry_run_says(name: str) -> None:
     from torch.profiler import ProfilerActivity, profile
     run = ALONE[name]
     model = build(run, "cpu")
-    model.init_weights()
+    init_weights(model)
     prepared = single.prepare(run, model, dry=False)
     train_step(run, prepared, lambda: random_batch(run))
     prepared.optimizer.zero_grad()
