@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "QuietStage", "TorchDispatchMode", "all_gather",
-           "around_ddp_forward", "assume_static", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "exchange", "fake_world",
-           "finished_work", "fsdp_groups", "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "registered_name", "storage_key",
-           "unsharded_gradients", "waits_for_fake", "watch_fsdp", "watch_resize", "watch_sharding_propagation", "world_of"]
+           "allocator_settings", "around_ddp_forward", "assume_static", "bucket_assignment", "clear_cublas_workspaces", "ddp_bucket_caps",
+           "engine_would_add_in_place", "exchange", "fake_world", "finished_work", "fsdp_groups", "group_by_name", "inner_tensors",
+           "materialise", "reduce_scatter", "registered_name", "storage_key", "unsharded_gradients", "unwatched", "waits_for_fake",
+           "watch_fsdp", "watch_resize", "watch_sharding_propagation", "world_of"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
@@ -74,6 +75,21 @@ def finished_work(tensors: list[Tensor]) -> dist.Work:
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=list({t.device for t in tensors if t.is_cuda}))
     future.set_result(tensors)
     return _create_work_from_future(future)
+
+
+def allocator_settings(words: str) -> None:
+    """Settings of the GPU's caching allocator, as PYTORCH_CUDA_ALLOC_CONF writes them; for what is allocated from now on."""
+    torch._C._accelerator_setAllocatorSettings(words)
+
+
+def clear_cublas_workspaces() -> None:
+    """Give cuBLAS's workspaces back to the caching allocator."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """What happens inside is no operation of the program: no dispatch mode sees it."""
+    return _disable_current_modes()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

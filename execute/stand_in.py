@@ -30,7 +30,11 @@ class Others:
 
     @torch.no_grad()
     def fill(self, tensor: Tensor) -> None:
-        """Write random values into a contiguous floating tensor."""
+        """Write random values into a contiguous floating tensor. No operation of the program, so nobody watches."""
+        with compat.unwatched():
+            self._fill(tensor)
+
+    def _fill(self, tensor: Tensor) -> None:
         key = tensor.device, tensor.dtype
         if key not in self.pools:
             self.pools[key] = torch.empty(POOL, dtype=tensor.dtype, device=tensor.device).normal_(0.0, DEVIATION)
