@@ -73,30 +73,31 @@ class StandIn(dist.ProcessGroup):
     # what is already so
 
     def allreduce(self, tensors: list[Tensor], *options: Any, **more: Any) -> Any:
+        """The only one whose result is read off its work: DDP's reducer does."""
         return compat.finished_work(tensors)
 
-    allreduce_coalesced = broadcast = reduce = send = allreduce
-
-    def barrier(self, *options: Any, **more: Any) -> Any:
+    def nothing(self, *arguments: Any, **options: Any) -> Any:
         return compat.finished_work([])
+
+    allreduce_coalesced = broadcast = reduce = send = barrier = nothing
 
     # this rank's part of a sum
 
     def reduce_scatter(self, mine: list[Tensor], parts: list[list[Tensor]], *options: Any, **more: Any) -> Any:
         for own, each in zip(mine, parts, strict=True):
             own.copy_(each[self._rank])
-        return compat.finished_work(mine)
+        return self.nothing()
 
     def reduce_scatter_single(self, mine: Tensor, full: Tensor, *options: Any, **more: Any) -> Any:
         mine.copy_(full.view(self._size, -1)[self._rank].view_as(mine))
-        return compat.finished_work([mine])
+        return self.nothing()
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, mine: list[Tensor], full: list[Tensor], *options: Any, **more: Any) -> Any:
         for own, whole in zip(mine, full, strict=True):
             self.reduce_scatter_single(own, whole)
-        return compat.finished_work(mine)
+        return self.nothing()
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -109,7 +110,7 @@ class StandIn(dist.ProcessGroup):
                     part.copy_(mine)
                 else:
                     self.others.fill(part)
-        return compat.finished_work([part for parts in outputs for part in parts])
+        return self.nothing()
 
     def all_gather_single(self, full: Tensor, mine: Tensor, *options: Any, **more: Any) -> Any:
         """`mine` may lie inside `full`. Where a gather is of bytes, not of numbers, this rank's part is repeated: random bytes may be NaNs."""
@@ -122,14 +123,14 @@ class StandIn(dist.ProcessGroup):
         own = rows[self._rank]
         if own.data_ptr() != mine.data_ptr():
             own.copy_(mine.reshape(-1))
-        return compat.finished_work([full])
+        return self.nothing()
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, full: list[Tensor], mine: list[Tensor], *options: Any, **more: Any) -> Any:
         for one, part in zip(full, mine, strict=True):
             self.all_gather_single(one, part)
-        return compat.finished_work(full)
+        return self.nothing()
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -140,7 +141,7 @@ class StandIn(dist.ProcessGroup):
                 self.others.fill(tensor)
             else:
                 tensor.fill_(1)
-        return compat.finished_work(tensors)
+        return self.nothing()
 
 
 @contextmanager
