@@ -11,7 +11,7 @@ from torch import Tensor
 
 from costmodel.spec import Run
 from execute import compat
-from execute.dryrun import build
+from execute.assemble import build
 from execute.dtypes import DTYPES, word
 from execute.model import Layer, Tables, Transformer
 
