@@ -1,6 +1,7 @@
 """The steps of a real training run: its samples and its learning rate, step by step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,4 +32,4 @@ def make_ready(job: Training, step: int) -> Callable[[Marks | None], Tensor | No
     run, model = job.run, job.prepared.model
     batch: Callable[[], Any] = batches_of_step(run, job.source, step, job.rank, job.device, model.ends if isinstance(model, Stages) else None)
     set_learning_rate(job.prepared.optimizer, learning_rate(run.recipe, step, job.steps))
-    return lambda marks=None: train_step(run, job.prepared, batch, marks)
+    return partial(train_step, run, job.prepared, batch)
