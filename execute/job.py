@@ -8,7 +8,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class RankResult:
     rank: int
     ended_s: float
     """Seconds since the epoch."""
-    outcome: Outcome = Outcome()
+    outcome: Outcome = field(default_factory=Outcome)
     refused: tuple[str, Any, str, str] | None = None
     """What its machine cannot do: a PlanError's field, value, rule and fix."""
     role: RoleReport | None = None
@@ -59,6 +59,7 @@ class RankResult:
     """Raw samples: seconds of each timed step, in order."""
     losses: tuple[float | None, ...] = ()
     """The mean loss of each of its steps, warm-up included; None where it does not know it."""
+    notes: tuple[str, ...] = ()
     others: "tuple[RankResult, ...]" = ()
     """Rank 0: those of all ranks, its own too."""
 

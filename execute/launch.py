@@ -160,24 +160,36 @@ def _ended(folder: Path, exit_code: int, nodes: Nodes) -> Ended:
     if exit_code == 0:
         gathered = results[0].others if 0 in results else tuple(results.values())
         return Ended(Outcome(), {result.rank: result for result in gathered})
-    for failure in told.get("failures", ()):
-        if failure["exit_code"] < 0:
-            return Ended(_killed(failure["rank"], -failure["exit_code"]), {})
-    failed = sorted((r for r in results.values() if r.outcome.kind != "ok"), key=lambda r: (_lost_peer(r.outcome), r.outcome.kind != "oom", r.ended_s))
-    if failed:
-        return Ended(failed[0].outcome, {})
+    causes = [(_weight(outcome), ended_s, outcome) for outcome, ended_s in _bad_ends(told, results)]
+    if causes:
+        return Ended(min(causes, key=lambda cause: cause[:2])[2], {})
     said = told.get("error") or f"torchrun ended with exit code {exit_code}: {_last_line(folder / 'log')}"
     return Ended(Outcome("failed", None, said), {})
+
+
+def _bad_ends(told: dict[str, Any], results: dict[int, RankResult]) -> Iterator[tuple[Outcome, float]]:
+    """How ranks ended that did not come through: by a signal, as torchrun saw it, or with an error that they wrote down; and when."""
+    for failure in told.get("failures", ()):
+        if failure["exit_code"] < 0 and failure["rank"] not in results:
+            yield _killed(failure["rank"], -failure["exit_code"]), 0.0
+    for result in results.values():
+        if result.outcome.kind != "ok":
+            yield result.outcome, result.ended_s
+
+
+def _weight(outcome: Outcome) -> int:
+    """The likeliest cause first. Where one rank fails torchrun sends the others SIGTERM, or they lose a peer before."""
+    if outcome.kind == "signal":
+        return 2 if outcome.signal == signal.SIGTERM.name else 0
+    if outcome.kind == "failed" and any(words in outcome.message for words in LOST_PEER):
+        return 3
+    return 1
 
 
 def _killed(rank: int, number: int) -> Outcome:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = "; the kernel does so when the host runs out of memory" if number == signal.SIGKILL else ""
     return Outcome("signal", rank, f"rank {rank} was killed by {name}{hint}", name)
-
-
-def _lost_peer(outcome: Outcome) -> bool:
-    return outcome.kind == "failed" and any(words in outcome.message for words in LOST_PEER)
 
 
 def _last_line(log: Path) -> str:

@@ -68,14 +68,14 @@ def _perform(job: Job, rank: int, local_rank: int, say: Say) -> RankResult:
     import torch
     import torch.distributed as dist
 
-    from execute.device import this_device
+    from execute.device import performed_elsewhere, this_device
     from execute.measure import measure
     from execute.support import check_supported
     check_supported(job.run)
     device = this_device(job.device, local_rank)
     if device.name != "cpu" and local_rank >= torch.cuda.device_count():
         raise PlanError("nproc", local_rank + 1, f"this machine has {torch.cuda.device_count()} GPUs.",
-                        f"Use nproc = {torch.cuda.device_count()}, more nodes, or device = cpu.")
+                        f"Use --nproc {torch.cuda.device_count()}, more nodes, or --device cpu.")
     say("meeting the other ranks")
     patience = timedelta(seconds=job.timeout_s + MARGIN_S)
     with tempfile.TemporaryDirectory(prefix="execute-trace-") as folder:
@@ -83,7 +83,7 @@ def _perform(job: Job, rank: int, local_rank: int, say: Say) -> RankResult:
         dist.init_process_group("gloo" if device.name == "cpu" else "nccl", timeout=patience, **on_gpu)
         trace = Path(job.trace) if job.trace and rank == 0 else Path(folder) / "trace.json"
         role, step_s, losses = measure(job, rank, device, trace, say)
-        result = RankResult(rank, files.now_s(), role=role, step_s=step_s, losses=losses)
+        result = RankResult(rank, files.now_s(), role=role, step_s=step_s, losses=losses, notes=performed_elsewhere(job.run, device))
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, result)
     return replace(result, others=tuple(everybody)) if rank == 0 else result

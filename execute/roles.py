@@ -9,8 +9,9 @@ from costmodel.spec import Run
 from execute.job import RankResult
 
 
-def report_of(run: Run, ranks: Mapping[int, RankResult], notes: tuple[str, ...] = ()) -> StepReport:
+def report_of(run: Run, ranks: Mapping[int, RankResult]) -> StepReport:
     """The report of a job that came through."""
+    notes = tuple(dict.fromkeys(note for r in ranks.values() for note in r.notes))
     return StepReport("run", roles_of(run, [r.role for r in ranks.values() if r.role is not None]), run.plan.world_size, run.tokens_per_step, notes=notes,
                       basis={"memory": "exact", "collectives": "exact"})
 

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from execute.job import Job, RankResult
 
 UNEXPECTED = 1
+OWN = ("nproc", "device", "data")
+"""Options that a rank may find fault with."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -66,17 +70,30 @@ def run(
               None if trace is None else str(trace.absolute()), timeout)
     command = " ".join(["execute run", *sys.argv[2:]]) if sys.argv[1:2] == ["run"] else "execute run"
     if all(name in os.environ for name in TORCHRUN):
-        with given.naming():
+        with _naming(given):
             _as_a_rank(job, resolved, command, record, as_json)
         return
     from execute.launch import Nodes, launch
     count = _ranks_here(resolved.run.plan.world_size, nproc, nnodes, node_rank)
-    with given.naming():
+    with _naming(given):
         ended = launch(job, count, Nodes(nnodes, node_rank, master_addr, master_port), lambda doing: _say(f"run: {doing}"))
     if ended.outcome.kind == "ok" and node_rank > 0:
         _say("done; node 0 has the report")
         return
     _finish(resolved, ended.outcome, ended.ranks, command, record, as_json)
+
+
+@contextmanager
+def _naming(given: Given) -> Iterator[None]:
+    """A PlanError from inside becomes an InputError that names an option of this command, the run's flag, or its file."""
+    from costmodel.spec import PlanError
+    with given.naming():
+        try:
+            yield
+        except PlanError as error:
+            if error.field in OWN:
+                raise InputError(f"--{error.field} {error.value}: {error.rule} {error.fix}") from None
+            raise
 
 
 def _check(device: str, warmup: int, steps: int, timeout: float, trace: Path | None) -> None:
