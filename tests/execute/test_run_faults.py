@@ -1,40 +1,19 @@
 """Real jobs that end badly: each leaves a record, exits with its code, and leaves no process behind."""
 
-import json
 import os
-import resource
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from running_jobs import FOREVER, PATIENCE_S, Running
+
 from costmodel.records import Record, read_record
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300
-FOREVER = ("--steps", "100000000")
-RUN = """
-[model]
-layers = 1
-hidden = 32
-heads = 2
-ffn = 64
-vocab = {vocab}
-[cluster]
-gpu = "cpu_epyc_2core"
-gpus = {gpus}
-[plan]
-strategy = "{strategy}"
-[recipe]
-seq_len = 16
-"""
 RAISE_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
@@ -44,71 +23,6 @@ if os.environ.get("RANK") == "1":
     data.Synthetic.__call__ = fail
 """
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
-
-
-class Running:
-    """`execute run` of a small model, as a user starts it; everything it writes lies in one folder."""
-
-    def __init__(self, folder: Path, *arguments: str, gpus: int = 2, strategy: str = "ddp", vocab: int = 64, limit: int | None = None,
-                 extra_path: Path | None = None) -> None:
-        self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-        (folder / "run.toml").write_text(RUN.format(gpus=gpus, strategy=strategy, vocab=vocab))
-        path = os.pathsep.join(str(p) for p in (extra_path, ROOT) if p is not None)
-        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-
-        def limited() -> None:
-            if limit is not None:
-                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-        self.process = subprocess.Popen([sys.executable, "-m", "execute", "run", str(folder / "run.toml"), *arguments], env=environment, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=limited, cwd=folder)
-
-    def pid_of(self, rank: int, doing: str) -> int:
-        """The process of a rank, once it does this."""
-        end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end:
-            for path in self.temporary.glob(f"execute-*/rank{rank}.state.json"):
-                state = json.loads(path.read_text())
-                if doing in state["doing"]:
-                    return int(state["pid"])
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.05)
-        raise AssertionError(f"rank {rank} never came to: {doing}")
-
-    def ended(self) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr."""
-        out, errors = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, out, errors
-
-    def left(self) -> list[str]:
-        """Commands of processes that still run and name this job's folder."""
-        found = []
-        for command in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                text = command.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if str(self.temporary) in text:
-                found.append(text)
-        return found
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def begin(*arguments: str, **how: Any) -> Running:
-        folder = tmp_path / str(len(started))
-        folder.mkdir()
-        started.append(Running(folder, *arguments, **how))
-        return started[-1]
-
-    yield begin
-    for running in started:
-        running.process.kill()
-        running.process.communicate()
 
 
 def record(running: Running, name: str = "record.json") -> Record:
