@@ -10,6 +10,7 @@ from costmodel.cli.options import Given, SectionedCommand, takes_run
 from execute import require_torch_or_refuse
 from execute.run_command import run
 from execute.solo_command import solo
+from execute.validate_command import validate
 
 OUTSIDE_TOLERANCE = 4
 app = typer.Typer(name="execute", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
@@ -56,3 +57,4 @@ def dryrun(
 
 app.command(cls=SectionedCommand)(solo)
 app.command(cls=SectionedCommand)(run)
+app.command(cls=SectionedCommand)(validate)
