@@ -165,6 +165,15 @@ def _matmul_precision(recipe: Recipe) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def performed_elsewhere(run: Run, device: Device) -> tuple[str, ...]:
+    """A note, where a run that describes a GPU was performed on a CPU, or the other way round."""
+    described, here = run.cluster.accelerator.kernel_table, "cpu" if device.name == "cpu" else "cuda"
+    if described == here:
+        return ()
+    return (f"The run describes {run.cluster.accelerator.name}, and was performed on a {'CPU' if here == 'cpu' else 'GPU'}: "
+            "kernels, and what they keep for backward, are those of the device it was performed on.",)
+
+
 def out_of_memory(error: BaseException, rank: int | None = None) -> Outcome | None:
     """The outcome that an error is, where it is a failed allocation of a GPU or of the host; else None."""
     text = " ".join(str(error).split())
