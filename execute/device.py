@@ -112,9 +112,6 @@ class Gpu:
     @contextmanager
     def settings(self, run: Run) -> Iterator[None]:
         r = run.recipe
-        if r.attention in ("fa1", "fa3"):
-            raise PlanError("recipe.attention", r.attention, "scaled_dot_product_attention has FlashAttention-2 and cuDNN's kernel.",
-                            "Use attention = fa2, cudnn or sdpa.")
         compat.allocator_settings(f"expandable_segments:{r.allocator == 'expandable'}")
         torch.cuda.set_device(self.index)
         torch.cuda.init()

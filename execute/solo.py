@@ -43,11 +43,11 @@ def solo(run: Run, device: Device, rank: int = 0, *, warmup: int = 3, steps: int
 
     Raises what a step raises: torch.OutOfMemoryError where the rank does not fit.
     """
-    check_supported(run)
+    check_supported(run, "solo")
     world = run.plan.world_size
     with device.settings(run):
         memory = None
-        if device.peaks() is None:
+        if device.peaks() is None and not run.recipe.compile:  # a compiled layer cannot be watched
             progress("two steps watched")
             with stand_in_world(world, rank):
                 memory = observed_report(observe_real(run, device.name), rank).roles[0].memory
@@ -67,7 +67,7 @@ def solo(run: Run, device: Device, rank: int = 0, *, warmup: int = 3, steps: int
             progress(f"{steps} timed steps")
             clock = _timed(job, device, warmup, steps)
             meter.phase_ended("steady step")
-            memory = memory or meter.report(run)
+            memory = memory or meter.report()
             progress("one step under the profiler")
             time = clock.report(_profiled(job, device, warmup + steps, trace))
     name = f"rank {rank}"
@@ -95,8 +95,10 @@ class _Meter:
             self.reserved = max(self.reserved, peaks.reserved - self.others.bytes)
             self.device.reset_peaks()
 
-    def report(self, run: Run) -> MemoryReport:
+    def report(self) -> MemoryReport | None:
         """Of the timed steps. By category only states are known: the allocator does not tell what a tensor is for."""
+        if not self.allocated:
+            return None
         used, capacity = self.device.used_bytes(), self.device.capacity_bytes()
         workspace = self.device.workspace_bytes() or 0
         phases = {name: Peak(size - (workspace if name != "init" else 0), name, {}) for name, size in self.allocated.items()}
