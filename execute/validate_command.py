@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from costmodel.report import RoleReport
     from costmodel.spec import Run
     from execute.suite import Case
-    from execute.validate import Checked, Mode, Observe
+    from execute.support import Mode
+    from execute.validate import Checked, Observe
 
 OUTSIDE_TOLERANCE, SCHEMA = 4, 1
 
@@ -51,7 +52,7 @@ def validate(
         raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
     if record is not None:
         prepare_place(record)
-    cases = [case for case in _cases(runs or [], gpu, device) if only in case.name]
+    cases = [case for case in _cases(runs or [], cast("Mode", mode), gpu, device) if only in case.name]
     if not cases:
         raise InputError(f"--only {only}: no case has this in its name. Leave it out for all.")
     from execute.validate import check
@@ -64,7 +65,7 @@ def validate(
     _exit(checked)
 
 
-def _cases(files: list[Path], gpu: str, device: str) -> "list[Case]":
+def _cases(files: list[Path], mode: "Mode", gpu: str, device: str) -> "list[Case]":
     """The runs of some files, or the standard suite."""
     from costmodel.cli.options import collect
     from execute.suite import Case, standard, this_machine
@@ -78,6 +79,7 @@ def _cases(files: list[Path], gpu: str, device: str) -> "list[Case]":
         run = given.resolve().run
         with given.naming():
             check_supported(run)
+            check_supported(run, mode)
         cases.append(Case(path.stem, run))
     return cases
 
@@ -107,7 +109,7 @@ def _launched(run: "Run", device: str, steps: int, timeout: float) -> Any:
 
 
 def _alone(run: "Run", device: str, steps: int, timeout: float) -> Any:
-    """The fullest rank as predicted would need the prediction; rank 0 is every role's example but a pipeline's."""
+    """The first rank of every pipeline stage, one after the other, on this device."""
     from costmodel.records import Outcome
     from execute.device import this_device
     from execute.solo import solo
