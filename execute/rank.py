@@ -71,7 +71,7 @@ def _perform(job: Job, rank: int, local_rank: int, say: Say) -> RankResult:
     from execute.device import performed_elsewhere, this_device
     from execute.measure import measure
     from execute.support import check_supported
-    check_supported(job.run)
+    check_supported(job.run, "run")
     device = this_device(job.device, local_rank)
     if device.name != "cpu" and local_rank >= torch.cuda.device_count():
         raise PlanError("nproc", local_rank + 1, f"this machine has {torch.cuda.device_count()} GPUs.",

@@ -65,7 +65,7 @@ def run(
     from execute.job import Job
     from execute.support import check_supported
     with given.naming():
-        check_supported(resolved.run)
+        check_supported(resolved.run, "run")
     job = Job(resolved.run, steps, warmup, device, None if data is None else str(data.absolute()), seed,
               None if trace is None else str(trace.absolute()), timeout)
     command = " ".join(["execute run", *sys.argv[2:]]) if sys.argv[1:2] == ["run"] else "execute run"

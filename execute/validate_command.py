@@ -51,7 +51,7 @@ def validate(
         raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
     if record is not None:
         prepare_place(record)
-    cases = [case for case in _cases(runs or [], gpu, device) if only in case.name]
+    cases = [case for case in _cases(runs or [], cast("Mode", mode), gpu, device) if only in case.name]
     if not cases:
         raise InputError(f"--only {only}: no case has this in its name. Leave it out for all.")
     from execute.validate import check
@@ -64,7 +64,7 @@ def validate(
     _exit(checked)
 
 
-def _cases(files: list[Path], gpu: str, device: str) -> "list[Case]":
+def _cases(files: list[Path], mode: "Mode", gpu: str, device: str) -> "list[Case]":
     """The runs of some files, or the standard suite."""
     from costmodel.cli.options import collect
     from execute.suite import Case, standard, this_machine
@@ -77,7 +77,7 @@ def _cases(files: list[Path], gpu: str, device: str) -> "list[Case]":
         given = collect(path, {}, [])
         run = given.resolve().run
         with given.naming():
-            check_supported(run)
+            check_supported(run, mode)
         cases.append(Case(path.stem, run))
     return cases
 
