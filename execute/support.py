@@ -12,7 +12,7 @@ Mode = Literal["dryrun", "solo", "run"]
 
 def check_supported(run: Run, mode: Mode = "dryrun") -> None:
     """Raise PlanError for the first feature of the run that `execute` does not perform in a mode."""
-    for error in chain(_refusals(run), _fake(run) if mode == "dryrun" else _real(run)):
+    for error in chain(_refusals(run), _fake(run) if mode == "dryrun" else _real(run), _watched(run) if mode == "run" else ()):
         raise error
 
 
@@ -86,6 +86,13 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _watched(run: Run) -> Iterator[PlanError]:
+    """What cannot be watched operation by operation."""
+    if run.recipe.compile:
+        yield PlanError("recipe.compile", True, "execute run watches what a step does, and sees nothing inside compiled layers.",
+                        "Use compile = false, or execute solo on a GPU.")
 
 
 def _tensor(run: Run) -> Iterator[PlanError]:
