@@ -24,6 +24,7 @@ from execute.dryrun import report as observed_report
 from execute.job import Job
 from execute.observe.profiling import profile_step
 from execute.observe.trace import read_trace
+from execute.solo import states_of
 from execute.train import Training, make_ready
 
 
@@ -44,13 +45,14 @@ def measure(job: Job, rank: int, device: Device, trace: Path, say: Callable[[str
     with device.settings(run):
         seen = _unwatched(job, rank, device, trace, say)
     gc.collect()
-    with device.settings(run):
-        say("watching three steps")
-        watched = observed_report(observe_real(run, device.name), rank).roles[0]
+    watched = RoleReport(f"rank {rank}", 1, rank, None, None, None)
+    if not run.recipe.compile:  # a compiled layer cannot be watched
+        with device.settings(run):
+            say("watching three steps")
+            watched = observed_report(observe_real(run, device.name), rank).roles[0]
     say("reading the trace")
-    memory = watched.memory if seen.allocator is None else beside(watched.memory, seen.allocator)
     time = seen.clock.report(read_trace(trace, watched.collectives or (), seen.axes))
-    role = RoleReport(f"rank {rank}", 1, rank, memory, time, watched.collectives)
+    role = replace(watched, ranks=1, memory=beside(watched.memory, seen.allocator), time=time)
     return role, seen.clock.seconds(), seen.losses
 
 
@@ -71,28 +73,28 @@ def _unwatched(job: Job, rank: int, device: Device, trace: Path, say: Callable[[
     for step in range(first, first + job.steps):
         losses.append(clock.time(make_ready(training, step)))
     device.synchronize()
-    allocator = allocator_report(device)
+    allocator = allocator_report(device, states_of(training.prepared))
     say("one step under the profiler")
     profile_step(make_ready(training, first + job.steps), device.synchronize, trace)
     axes = {group.group_name: axis for axis, group in training.prepared.axes.items()}
     return Unwatched(clock, tuple(None if loss is None else float(loss) for loss in losses), allocator, axes)
 
 
-def allocator_report(device: Device) -> MemoryReport | None:
+def allocator_report(device: Device, states: dict[str, int]) -> MemoryReport | None:
     """What the caching allocator counted since its peaks were reset, without the workspaces of libraries; None where there is none."""
     peaks, used = device.peaks(), device.used_bytes()
     if peaks is None:
         return None
     workspace = device.workspace_bytes() or 0
     allocated = Peak(peaks.allocated - workspace, "timed steps, as the allocator counts", {})
-    return MemoryReport(allocated, {}, {}, None, workspace, peaks.reserved, used, {} if used is None else {"context": used - peaks.reserved},
+    return MemoryReport(allocated, {}, states, None, workspace, peaks.reserved, used, {} if used is None else {"context": used - peaks.reserved},
                         device.capacity_bytes())
 
 
-def beside(watched: MemoryReport | None, allocator: MemoryReport) -> MemoryReport | None:
-    """What the tracker saw, with the allocator's figures: its peak, of rounded blocks, is a phase of its own."""
-    if watched is None:
-        return None
+def beside(watched: MemoryReport | None, allocator: MemoryReport | None) -> MemoryReport | None:
+    """What the tracker saw, with the allocator's figures: its peak, of rounded blocks, is a phase of its own. Or what there is of the two."""
+    if watched is None or allocator is None:
+        return watched or allocator
     return replace(watched, phases={**watched.phases, "allocator": allocator.allocated}, workspace_bytes=allocator.workspace_bytes,
                    reserved_bytes=allocator.reserved_bytes, device_bytes=allocator.device_bytes, outside=allocator.outside,
                    capacity_bytes=allocator.capacity_bytes)

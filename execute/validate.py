@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from costmodel.prediction import predict
 from costmodel.records import Outcome
@@ -11,8 +11,8 @@ from costmodel.report import RoleReport, StepReport
 from costmodel.spec import Run
 from execute.compare import Comparison, compare
 from execute.suite import Case
+from execute.support import Mode
 
-Mode = Literal["dryrun", "solo", "run"]
 TIME_TOLERANCE = 0.25
 """Of a step, where the machine's constants were fitted on it."""
 HALF = 0.5

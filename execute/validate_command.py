@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from costmodel.report import RoleReport
     from costmodel.spec import Run
     from execute.suite import Case
-    from execute.validate import Checked, Mode, Observe
+    from execute.support import Mode
+    from execute.validate import Checked, Observe
 
 OUTSIDE_TOLERANCE, SCHEMA = 4, 1
 
@@ -77,6 +78,7 @@ def _cases(files: list[Path], mode: "Mode", gpu: str, device: str) -> "list[Case
         given = collect(path, {}, [])
         run = given.resolve().run
         with given.naming():
+            check_supported(run)
             check_supported(run, mode)
         cases.append(Case(path.stem, run))
     return cases
@@ -107,7 +109,7 @@ def _launched(run: "Run", device: str, steps: int, timeout: float) -> Any:
 
 
 def _alone(run: "Run", device: str, steps: int, timeout: float) -> Any:
-    """The fullest rank as predicted would need the prediction; rank 0 is every role's example but a pipeline's."""
+    """The first rank of every pipeline stage, one after the other, on this device."""
     from costmodel.records import Outcome
     from execute.device import this_device
     from execute.solo import solo
