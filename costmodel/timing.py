@@ -1,6 +1,7 @@
 """From clocks to a TimeReport: what each second of a step was for, without and with a pipeline."""
 
 import math
+from collections.abc import Callable
 
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
@@ -19,9 +20,10 @@ def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
         into[key] = into.get(key, 0.0) + times * seconds
 
 
-def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
-    """Seconds of the compute stream's kernels by what they are; seconds of the host."""
+def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, Parts, float]:
+    """Seconds of the compute stream's kernels by what they are; FLOPs of matmuls and attention that are not recompute; seconds of the host."""
     out: Parts = {}
+    flops: Parts = {}
     host = 0.0
     for block, times in counts:
         compiled = scan.of(block)
@@ -30,7 +32,9 @@ def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
         for kind, seconds in compiled.busy.items():
             name = whole or ("memory-bound" if kind == "memory" else kind)
             out[name] = out.get(name, 0.0) + times * seconds
-    return out, host
+        if not whole:
+            _add(flops, compiled.flops, times)
+    return out, flops, host
 
 
 def _waits(clocks: Clocks) -> Parts:
@@ -41,14 +45,14 @@ def _waits(clocks: Clocks) -> Parts:
     return out
 
 
-def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, host: float,
-            bubble: float) -> TimeReport:
+def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, flops: Parts,
+            host: float, bubble: float) -> TimeReport:
     """The step, with the fixed cost of one and the wait for the slowest rank."""
     stragglers = seconds * prices.jitter * math.log2(run.cluster.gpus)
     parts = {**parts, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
     phases = {**phases, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
     return TimeReport(seconds + stragglers + prices.fixed, {k: v for k, v in phases.items() if v}, {k: v for k, v in parts.items() if v},
-                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble)
+                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble, flops)
 
 
 def _exposed(clocks: Clocks) -> Parts:
@@ -57,30 +61,49 @@ def _exposed(clocks: Clocks) -> Parts:
 
 def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: BlockCounts) -> TimeReport:
     """The time of a rank without pipeline."""
-    parts, host = busy(counts, scan)
-    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), host, 0.0)
+    parts, flops, host = busy(counts, scan)
+    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), flops, host, 0.0)
 
 
 class _Slot:
     """A part of a rank's step, run alone: how long it takes and what for."""
 
-    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "host")
+    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host", "tail", "tail_axis")
 
     def __init__(self, part: Part, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> None:
         clocks = step_time(part, prices, scan=scan, drain=False)
         self.seconds = clocks.compute
-        self.parts, self.host = busy(block_counts(part, seen), scan)
+        self.parts, self.flops, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
+        self.tail, self.tail_axis = tail_of(clocks)
+
+
+def tail_of(clocks: Clocks) -> tuple[float, str]:
+    """How long, and which, a stream is still busy when a slot's last kernel is done; messages to other stages left out."""
+    return max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
+
+
+def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[Part], float]) -> tuple[list[float], list[float]]:
+    """The schedule of a run's micro-batches, given the seconds of a slot: when each rank is done, and the end of every action by its index."""
+    p, m = run.plan, run.micro_batches
+    stages = p.pp * p.virtual_stages
+    durations: dict[str, list[float]] = {}
+    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
+        durations[name] = [seconds(ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
+    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
+    message = next(iter(ranks[0].builders.values())).links.message
+    transfer = prices.seconds_of("pp", "send", message, p.pp)
+    return pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
 
 
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
     """The time of every pipeline rank.
 
     Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
-    ranks have drained, gradients are reduced and parameters updated; the slowest rank sets the pace of both.
+    ranks have drained, and what the last backward of each left in flight is done, gradients are reduced and parameters updated; the
+    slowest rank sets the pace of both.
     """
-    p, m = run.plan, run.micro_batches
     ranks: tuple[PipelineRank, ...] = program.pipeline
     slots: dict[int, _Slot] = {}
 
@@ -89,27 +112,32 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    stages = p.pp * p.virtual_stages
-    durations: dict[str, list[float]] = {}
-    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [priced(ranks[s % p.pp].part(Slot(kind, s, name))).seconds for s in range(stages) for kind in (FORWARD, BACKWARD)]
-    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
-    message = next(iter(ranks[0].builders.values())).links.message
-    transfer = prices.seconds_of("pp", "send", message, p.pp)
-    drained = max(pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer))
-    surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
-    around = max(b.seconds + a.seconds for b, a in surrounds)
+    ends = paced(run, ranks, prices, lambda part: priced(part).seconds)[0]
+    drained = max(ends)
+    final = [priced(rank.part(rank.last)) for rank in ranks]
+    done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
+    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
+    reports: dict[tuple[int, float], TimeReport] = {}
     out: list[TimeReport] = []
-    for rank, (before, after) in zip(ranks, surrounds, strict=True):
-        parts: Parts = {}
-        phases: Parts = {}
-        comm: Parts = {}
-        exposed: Parts = {}
-        host = worked = 0.0
-        for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
-            worked += n * slot.seconds
-            host += n * slot.host
-            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):
-                _add(into, more, n)
-        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked))
+    for rank, end, left in zip(ranks, ends, final, strict=True):
+        waited = max(0.0, end + left.tail - drained)
+        alike = id(rank.parts), waited
+        if alike not in reports:
+            parts: Parts = {}
+            phases: Parts = {}
+            comm: Parts = {}
+            exposed: Parts = {}
+            flops: Parts = {}
+            host, worked = 0.0, waited
+            for part, n in rank.parts.parts:
+                slot = priced(part)
+                worked += n * slot.seconds
+                host += n * slot.host
+                for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
+                    _add(into, more, n)
+            if waited:
+                for into, name in ((parts, f"exposed {left.tail_axis}"), (phases, "backward"), (exposed, left.tail_axis)):
+                    _add(into, {name: waited})
+            reports[alike] = _report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked)
+        out.append(reports[alike])
     return out

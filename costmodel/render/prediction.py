@@ -1,6 +1,6 @@
 """A prediction as a text: what was assumed, the batch, whether it fits, memory, time, communication, what bounds the step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from costmodel.render.text import Page, Style
 from costmodel.render.units import count, duration, plural, rate, share, size
@@ -10,19 +10,24 @@ from costmodel.spec import Cluster, Plan, Recipe, Run
 
 PHASES = ("forward", "backward", "recompute", "reduce", "optimizer", "gather")
 """The order in which phases are shown; others follow."""
+BASIS_WORDS = {"exact": "counted", "modelled": "walked through the program", "fitted": "calibrated on measurements", "guess": "data sheets only"}
 FRAMEWORKS = {"pytorch": "PyTorch", "deepspeed": "DeepSpeed", "megatron": "Megatron", "nanochat": "nanochat"}
 
 _STYLE: dict[str, Style] = {"fits": "green", "risky": "yellow", "does not fit": "red", "unknown": ""}
 
 
-def render(run: Run, assumed: Sequence[tuple[str, str]], report: StepReport, profile: str, page: Page) -> str:
-    """The whole text of one prediction. assumed: for each figure not given, how to give it, and what was taken and why."""
+def render(run: Run, assumed: Sequence[tuple[str, str]], report: StepReport, profile: str, page: Page,
+           fit: Callable[[Page], None] | None = None) -> str:
+    """The whole text of one prediction. assumed: for each figure not given, how to give it, and what was taken and why; fit: writes the
+    section on what would make it fit."""
     page.line(title(run), "bold")
     _assumed(assumed, page)
     _run(run, profile, page)
     fullest = report.fullest
     if fullest.memory:
         _verdict(report, fullest, page)
+        if fit is not None:
+            fit(page)
         _memory(report, fullest, fullest.memory, page)
     if len(report.roles) > 1:
         _roles(report, page)
@@ -95,7 +100,7 @@ def _run(run: Run, profile: str, page: Page) -> None:
         ("numbers", _numbers(run.recipe)),
         ("optimizer", _optimizer(run.recipe)),
         ("kernels", _kernels(run)),
-        ("checkpointing", _checkpointing(run.plan)),
+        ("checkpointing", checkpointing(run.plan)),
         *([("profile", profile)] if profile else []),
     ])
 
@@ -154,7 +159,7 @@ def _on(flag: bool) -> str:
     return "on" if flag else "off"
 
 
-def _checkpointing(p: Plan) -> str:
+def checkpointing(p: Plan) -> str:
     c = p.checkpointing
     if c.mode == "full":
         return "full" + (f", groups of {c.group} layers" if c.group > 1 else "") + (f", each {c.every}. layer" if c.every > 1 else "")
@@ -290,6 +295,5 @@ def _basis(report: StepReport, page: Page) -> None:
     kinds: dict[str, list[str]] = {}
     for name, basis in report.basis.items():
         kinds.setdefault(basis, []).append(name.replace("_", " "))
-    meaning = {"exact": "counted", "modelled": "walked through the program", "fitted": "calibrated on measurements", "guess": "data sheets only"}
     page.heading("HOW SURE")
-    page.pairs([(kind, f"{', '.join(kinds[kind])} ({why})") for kind, why in meaning.items() if kind in kinds])
+    page.pairs([(kind, f"{', '.join(kinds[kind])} ({why})") for kind, why in BASIS_WORDS.items() if kind in kinds])

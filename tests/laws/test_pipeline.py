@@ -16,7 +16,7 @@ def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, 
     """At a fixed micro-batch and free messages, whatever each stage takes: of every rank, idle time over the whole step."""
     schedule, p, m = shape
     durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
-    ends = [max(pace(linear_order(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)) for n in (m, m + 1)]
+    ends = [max(pace(linear_order(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)[0]) for n in (m, m + 1)]
     for rank in range(p):
         work = durations[2 * rank] + durations[2 * rank + 1]
         fewer, more = ((end - n * work) / end for end, n in zip(ends, (m, m + 1), strict=True))
@@ -27,7 +27,7 @@ def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, 
 def test_a_pipeline_takes_at_least_the_work_of_its_slowest_rank_and_a_pass_through_all(shape: tuple[str, int, int], data: st.DataObject) -> None:
     schedule, p, m = shape
     durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
-    end = max(pace(linear_order(schedule, p, 1, m), p, m, durations, durations, durations, 0.0))
+    end = max(pace(linear_order(schedule, p, 1, m), p, m, durations, durations, durations, 0.0)[0])
     slowest = max(durations[2 * r] + durations[2 * r + 1] for r in range(p))
     assert max(m * slowest, sum(durations)) <= end <= m * sum(durations)
 
@@ -42,3 +42,21 @@ def test_the_share_falls_through_predict_as_well(schedule: str) -> None:
         times = [role.time for role in predict(run, scaling=False).roles if role.time]
         shares.append(max(t.bubble_s / t.step_s for t in times))
     assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 1}, {"zero": 0, "overlap_grad_reduce": False}, {"zero": 1, "overlap_grad_reduce": False}])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_megatron_reduces_the_gradients_of_all_stages_at_once(plan: dict[str, int], virtual_stages: int) -> None:
+    """Each stage has sent its gradient on before it waits for its reductions (core/pipeline_parallel/schedules.py calls
+    finalize_model_grads last): data parallelism adds the reductions of one rank, not those of all stages one after the other."""
+    schedule = {"schedule": "interleaved", "virtual_stages": 2} if virtual_stages == 2 else {}
+    model = {"layers": 16, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 256, "tied_embeddings": False}
+    steps, sent, slower = [], 0.0, 0.0
+    for dp in (1, 8):  # in one NVLink domain: messages cross the same link
+        run = build_run(model=model, cluster={"gpus": 8 * dp, "gpu": "gb200"}, plan={"framework": "megatron", "pp": 8, **plan, **schedule},
+                        recipe={"grad_accum": 16})
+        times = [role.time for role in predict(run, scaling=False).roles if role.time]
+        steps.append(max(t.step_s - t.breakdown.get("stragglers", 0.0) for t in times))
+        sent = max(sum(s for axis, s in t.communication_s.items() if axis.startswith("dp")) for t in times)
+        slower = max(t.breakdown.get("contention", 0.0) for t in times)
+    assert steps[0] < steps[1] < steps[0] + sent + 8 * slower

@@ -18,12 +18,19 @@ EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 ONLY, FIRST, MIDDLE, LAST = "only", "first", "middle", "last"
 
 
+OPTIONAL = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view", "reshard_after_forward", "backward_prefetch", "overlap_grad_reduce",
+            "overlap_param_gather", "prefetch_bucket_params", "max_live_params", "allgather_bucket_params")
+"""Fields of a plan that only some strategies read."""
+
+
 class Strategy:
     """Single GPU: everything whole, nothing sent."""
 
     name = "single"
     sharded: tuple[str, ...] = ()
     """What it stores in pieces, of: parameters, gradients, master_weights, optimizer."""
+    reads: tuple[str, ...] = ()
+    """Fields of the plan, of OPTIONAL, that change what it does."""
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         self.run = run
@@ -74,13 +81,18 @@ class Strategy:
         """A key for each layer, equal for layers whose hooks do the same in this phase."""
         return [None] * self.inventory.layers
 
+    def unit_variant(self, unit: str, micro: str) -> object:
+        """The same of embedding and head, in backward."""
+        return None
+
     def forward_key(self, micro: str) -> object:
         """Equal where the hooks of forward do the same."""
         return None
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        """Equal where `on_grad` does the same: for layers of that variant, in that class of micro-batch."""
-        return (micro in (ONLY, FIRST), variant)
+        """Equal where `on_grad` does the same to a unit's gradients: for layers of that variant, in that class of micro-batch, on any
+        stage of a pipeline, and under any strategy."""
+        return ("accumulate", micro in (ONLY, FIRST))
 
     def begin_step(self, first: bool) -> list[Op]:
         """zero_grad(set_to_none=True): the gradients of the previous step go."""

@@ -143,12 +143,15 @@ class Bucketed(Strategy):
         return LAST if micro == MIDDLE and self.syncs(micro) else micro
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return (micro, variant)
+        return (self.name, micro, variant) if self.syncs(micro) else super().gradient_key(micro, variant)
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         if phase != "backward" or not self.syncs(micro):
             return super().layer_variants(phase, micro)
         return list(self.buckets.layers)
+
+    def unit_variant(self, unit: str, micro: str) -> object:
+        return tuple(self.buckets.flush.get((unit, 0), {}).items()) if self.syncs(micro) else None
 
     def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
         """The bucket that is complete with this gradient."""
@@ -159,6 +162,7 @@ class DDP(Bucketed):
     """Distributed data parallel, PyTorch's reducer."""
 
     name = "ddp"
+    reads = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view")
     axis = "dp_replicate"
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:

@@ -26,6 +26,7 @@ class FSDP(Strategy):
     """FSDP2, and HSDP where dp_replicate > 1."""
 
     name = "fsdp"
+    reads = ("reshard_after_forward", "backward_prefetch")
     sharded = ("parameters", "gradients", "optimizer")
     axis = "dp_shard"
 
@@ -135,7 +136,7 @@ class FSDP(Strategy):
         return ["first" if rest else "only", *rest]
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return None
+        return self.name
 
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         """Gather, then let the gather stream wait until the previous layer's copy-out is done, then copy out.
