@@ -19,7 +19,7 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/support.md", "README.md"])
 def test_tables_and_outputs_are_the_codes(page: str) -> None:
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec

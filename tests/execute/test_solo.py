@@ -29,8 +29,11 @@ from execute.stand_in import POOL, stand_in_world  # noqa: E402
 RUNS: dict[str, tuple[Any, int]] = {
     "single": (cpu_run(), 0), "ddp": (cpu_run(LLAMA, "ddp", 8, gradient_as_bucket_view=True), 7), "zero1": (cpu_run(LLAMA, "zero1", 3), 2),
     "zero2": (cpu_run(LLAMA, "zero2", 4), 3), "fsdp, bf16": (cpu_run(LLAMA, "fsdp", 8, {"precision": "bf16-mixed"}), 5),
-    "tp, loss parallel": (cpu_run(LLAMA, "ddp", 2, tp=2, sequence_parallel=True, loss_parallel=True), 1),
-    "pp, first": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2), 0), "pp with ddp, last": (cpu_run(LLAMA, "ddp", 4, {"grad_accum": 4}, pp=2), 3)}
+    "tp": (cpu_run(LLAMA, "ddp", 2, tp=2), 0), "tp, loss parallel": (cpu_run(LLAMA, "ddp", 2, tp=2, sequence_parallel=True, loss_parallel=True), 1),
+    "pp, first": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2), 0), "pp with ddp, last": (cpu_run(LLAMA, "ddp", 4, {"grad_accum": 4}, pp=2), 3),
+    "hsdp": (cpu_run(LLAMA, "hsdp", 4, dp_replicate=2), 3), "fsdp with tp": (cpu_run(LLAMA, "fsdp", 4, tp=2, sequence_parallel=True), 1),
+    "pp gpipe": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="gpipe"), 1),
+    "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0)}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,6 +1,7 @@
-"""docs/support.md says yes where the code does it, and no where it refuses."""
+"""docs/support.md: an oracle that a cell names has a case of that very strategy. Its yes and no are the program's own answers."""
 
-import re
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,74 +9,68 @@ import pytest
 
 pytest.importorskip("torch")
 
-from small_runs import LLAMA, cpu_run
-from test_same_mathematics import FOUR, TWO, given
+import test_real_runs
+import test_same_mathematics
+import test_solo
 
-from costmodel.inputs import build_run
-from costmodel.prediction import predict
-from costmodel.records import read_records
-from costmodel.spec import PlanError, Run
-from execute.strategies import strategy_name
-from execute.support import Mode, check_supported
+from benchmarks import bytes as byte_cases
+from costmodel import build_run
+from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
-MODES: dict[str, Mode] = {"dry-run": "dryrun", "one device": "solo", "gloo": "run"}
-MOE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 128}}
 
 
-def example(strategy: str) -> Run:
-    """A small run of a strategy in PyTorch's dialect, or in the dialect that has it."""
-    plans: dict[str, dict[str, Any]] = {
-        "megatron-distributed-optimizer": {"strategy": "megatron"}, "tp": {"strategy": "ddp", "tp": 2},
-        "sequence-parallel": {"strategy": "ddp", "tp": 2, "sequence_parallel": True}, "pp": {"strategy": "ddp", "pp": 2},
-        "cp": {"strategy": "ddp", "cp": 2}, "ep": {"strategy": "fsdp", "ep": 2}, "hsdp": {"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2},
-        "muon-distributed": {"strategy": "zero1", "framework": "nanochat"}}
-    plan = dict(plans.get(strategy, {"strategy": strategy}))
-    ranks = {"single": 1, "hsdp": 4}.get(strategy, 2)
-    recipe: dict[str, Any] = {"grad_accum": 2} if strategy == "pp" else {"optimizer": "muon:foreach"} if strategy == "muon-distributed" else {}
-    return cpu_run(MOE if strategy == "ep" else LLAMA, plan.pop("strategy"), ranks, recipe, **plan)
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("support_table", ROOT / "docs" / "support_table.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["support_table"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def rows() -> dict[str, dict[str, str]]:
-    """The first table of the page: strategy -> column -> cell."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("|")]
-    head = lines[0]
-    return {re.sub("`", "", line[0]): dict(zip(head, line, strict=True)) for line in lines[2:] if len(line) == len(head) and line[0].startswith("`")}
+page = _load()
 
 
-def does(strategy: str, what: Any) -> bool:
-    try:
-        what(example(strategy))
-    except PlanError:
-        return False
-    return True
+def kind(run: Any) -> tuple[Any, ...]:
+    """What makes two plans the same way to spread a step."""
+    p = run.plan
+    pipeline = p.schedule if p.pp > 1 else None
+    return p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel, pipeline
 
 
-@pytest.mark.parametrize("strategy", rows())
-def test_what_is_predicted_is_said_so(strategy: str) -> None:
-    assert rows()[strategy]["predicted"].startswith("yes") == does(strategy, predict)
+def covered() -> dict[str, set[tuple[Any, ...]]]:
+    """By oracle, the kinds of plans that it has a case of."""
+    real = [*test_real_runs.ALONE.values()]
+    for given in test_real_runs.STRATEGIES.values():
+        plan = {k: v for k, v in given.items() if k not in ("recipe", "strategy")}
+        real.append(test_real_runs.cpu_run(test_real_runs.LLAMA, given["strategy"], 2, given.get("recipe"), **plan))
+    same = [build_run(**test_same_mathematics.given(case, gpus, max(case.grad_accum), "sgd"))
+            for cases, gpus in ((test_same_mathematics.TWO, 2), (test_same_mathematics.FOUR, 4)) for case in cases.values()]
+    return {"dry run": {kind(build_run(**case.given)) for case in byte_cases.cases()}, "real ranks": {kind(run) for run in real},
+            "its dry run": {kind(run) for run, _ in test_solo.RUNS.values()}, "one process": {kind(run) for run in same}}
 
 
-@pytest.mark.parametrize("column", MODES)
-@pytest.mark.parametrize("strategy", rows())
-def test_what_is_performed_is_said_so(strategy: str, column: str) -> None:
-    assert (rows()[strategy][column] != "no") == does(strategy, lambda run: check_supported(run, MODES[column]))
+COVERED = covered()
 
 
-def test_what_runs_on_gloo_is_held_to_one_process() -> None:
-    """Every strategy of the column is among those whose gradients and losses tests/execute/test_same_mathematics.py compares."""
-    cases = [build_run(**given(case, gpus, case.grad_accum[0], "adamw")) for cases, gpus in ((TWO, 2), (FOUR, 4)) for case in cases.values()]
-    held = {(strategy_name(run), run.plan.sequence_parallel, run.plan.dp_replicate > 1 and run.plan.zero == 3) for run in cases} | {("single", False, False)}
-    for strategy, row in rows().items():
-        if row["gloo"] != "no":
-            run = example(strategy)
-            assert (strategy_name(run), run.plan.sequence_parallel, strategy == "hsdp") in held, strategy
+@pytest.mark.parametrize("row", page.ROWS, ids=lambda row: f"{row.strategy}, {row.how}")
+def test_an_oracle_has_a_case_of_what_it_checks(row: Any) -> None:
+    for yes, oracles in zip(page.answers(row.run()), page.oracles_of(row), strict=True):
+        for oracle in oracles if yes else ():
+            assert oracle not in COVERED or kind(row.run()) in COVERED[oracle], oracle
 
 
-def test_nccl_is_claimed_where_a_record_of_it_is_kept() -> None:
-    measured = ROOT / "benchmarks" / "measured"
-    kept = [record for _, record in read_records(measured) if record.provenance == "run"] if measured.is_dir() else []
-    on_gpus = {strategy_name(record.run) for record in kept if record.environment is not None and "nccl" in record.environment.versions}
-    for strategy, row in rows().items():
-        if row["NCCL"] == "yes":
-            assert strategy_name(example(strategy)) in on_gpus, strategy
+def test_every_strategy_has_a_row() -> None:
+    assert {row.strategy for row in page.ROWS} | {"zero3"} >= set(STRATEGIES)
+
+
+def test_a_strategy_is_predicted_as_the_catalogue_says() -> None:
+    for name, strategy in STRATEGIES.items():
+        rows = [page.answers(row.run())[0] for row in page.ROWS if row.strategy == name]
+        assert any(rows) is strategy.predicted, name
+
+
+def test_oracles_are_where_the_page_says() -> None:
+    for oracle in page.ORACLES.values():
+        assert (ROOT / oracle.place).exists(), oracle.place
