@@ -18,7 +18,7 @@ SHARED_CLI = ("cli.options", "cli.files", "cli.guard")
 """Pieces of the command line that every command with a run uses: they know no prediction."""
 EXECUTE_MAY_USE = ("spec", "atomic", "report", "catalog", "records", "inputs", "render", *SHARED_CLI)
 """A dry run must not borrow the prediction it checks."""
-EXECUTE_COMPARES = ("execute.cli", "execute.validate", "execute.lab", "execute.compare")
+EXECUTE_COMPARES = ("execute.cli", "execute.solo_command", "execute.validate", "execute.lab", "execute.compare")
 """Commands that lay a finished dry run or measurement beside the prediction."""
 HEAVY = ("torch", "scipy", "textual")
 
