@@ -233,7 +233,7 @@ def filled(text: str) -> str:
     return re.sub(r"(<!-- output: (.*?) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{output(m[2])}\n{m[3]}", text, flags=re.DOTALL)
 
 
-PAGES = ("docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/questions.md", "README.md")
+PAGES = ("docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md")
 
 if __name__ == "__main__":
     for page in PAGES:
