@@ -58,13 +58,14 @@ def time_log_sd(run: Run, program: Program, profile: Profile, time: TimeReport) 
         if spread <= 0.0:
             spread = SMALL
         other = profile.replace({key: profile.value(key) * math.exp(direction * spread) for key in keys})
-        return math.log(step_seconds(run, program, other) / time.step_s) / spread * direction
+        return math.log(step_seconds(run, program, other) / step) / spread * direction
 
-    share = {name: seconds / time.step_s for name, seconds in time.breakdown.items()}
+    step = time.step_s - time.breakdown.get("slow rank", 0.0)
+    share = {name: seconds / step for name, seconds in time.breakdown.items()}
     spreads = [(share.get("fixed", 0.0), sd("step.fixed_s")), (share.get("stragglers", 0.0), sd("jitter.per_doubling")),
                (share.get("contention", 0.0), sd("overlap.contention") if run.plan.contention is None else 0.0), (1.0, profile.get("scatter.time", 0.0))]
     kernels = 1.0 - share.get("fixed", 0.0)
-    if (time.host_s or 0.0) > HOST_MATTERS * time.step_s:
+    if (time.host_s or 0.0) > HOST_MATTERS * step:
         launch = "host.eager.forward_s" if not run.recipe.compile else "host.graph.kernel_s" if run.recipe.cuda_graphs else "host.compile.op_s"
         back = "host.eager.backward_s" if not run.recipe.compile else launch
         host = math.hypot(sd("host.multiplier"), HALF * sd(launch), HALF * sd(back))
