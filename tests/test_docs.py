@@ -13,14 +13,14 @@ from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/fit.md", "docs/questions.md",
-         "docs/support.md")
+         "docs/support.md", "docs/executing.md")
 
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md"])
 def test_tables_and_outputs_are_the_codes(page: str) -> None:
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec

@@ -111,7 +111,7 @@ def test_wrong_usage_exits_2(line: str) -> None:
     assert "Traceback" not in result.output
 
 
-def crash(*_: object) -> Any:
+def crash(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("a bug")
 
 
