@@ -71,11 +71,11 @@ def diagnose(run: Run, message: Message, profile: Profile | str | None = None, *
     report = predict(run, constants, scaling=False)
     program = program_of(run)
     small = message.tried.nbytes in (SMALL_BLOCK, LARGE_BLOCK)
+    asked = message.tried
     found = [_match(request, message) for role, part in zip(program.roles, report.roles, strict=True)
-             for request in requests(run, program, role, _workspaces(part))]
-    matches = [] if small else _best(m for m in found if message.tried.holds(block_bytes(m.nbytes)))
-    asked = message.tried.nbytes
-    closest = [] if matches or small else sorted(_best(found), key=lambda m: abs(block_bytes(m.nbytes) - asked))[:3]
+             for request in requests(run, program, role, _workspaces(part), lambda n: asked.holds(block_bytes(n)))]
+    matches = [] if small else _best(m for m in found if asked.holds(block_bytes(m.nbytes)))
+    closest = [] if matches or small else sorted(_best(found), key=lambda m: abs(block_bytes(m.nbytes) - asked.nbytes))[:3]
     role_name = matches[0].role if matches else report.fullest.role
     role_report = next(r for r in report.roles if r.role == role_name)
     memory = role_report.memory
