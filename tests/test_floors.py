@@ -18,7 +18,7 @@ SHARED_CLI = ("cli.options", "cli.files", "cli.guard")
 """Pieces of the command line that every command with a run uses: they know no prediction."""
 EXECUTE_MAY_USE = ("spec", "atomic", "report", "catalog", "records", "inputs", "render", *SHARED_CLI)
 """A dry run must not borrow the prediction it checks."""
-EXECUTE_COMPARES = ("execute.cli", "execute.validate", "execute.lab", "execute.compare")
+EXECUTE_COMPARES = ("execute.cli", "execute.solo_command", "execute.validate", "execute.lab", "execute.compare")
 """Commands that lay a finished dry run or measurement beside the prediction."""
 HEAVY = ("torch", "scipy", "textual")
 
@@ -83,6 +83,18 @@ def test_costmodel_imports_nothing_heavy_and_no_package_above_it(path: Path) -> 
 def test_execute_uses_no_prediction(path: Path) -> None:
     allowed = {*EXECUTE_MAY_USE, *(["prediction"] if module_name(path) in EXECUTE_COMPARES else [])}
     assert rooms_used(path) <= allowed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "calibrate").rglob("*.py")), ids=module_name)
+def test_calibrate_uses_execute_only_to_measure_and_scipy_is_only_there(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imports(path)}
+    measures = module_name(path) in ("calibrate.cli", "calibrate.probe.run")
+    assert tops.isdisjoint({"textual", "tui", "benchmarks", *(() if measures else ("execute",))})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "execute").rglob("*.py")), ids=module_name)
+def test_execute_knows_nothing_of_calibrate(path: Path) -> None:
+    assert {name.partition(".")[0] for name in imports(path)}.isdisjoint({"calibrate", "scipy"})
 
 
 def loaded_by(code: str) -> set[str]:

@@ -47,7 +47,7 @@ def constants(run: Run, profile: Profile | str | None = None) -> tuple[Weight, .
     def figures(p: Profile, of_memory: bool) -> dict[str, float]:
         if not of_memory and run.cluster.slow_rank == 1:
             return {"step_s": step_seconds(run, program, p)}
-        report = predict(run, p, scaling=False)
+        report = predict(run, p, scaling=False, intervals=False)
         memory = report.fullest.memory
         found = {"reserved_bytes": memory and memory.reserved_bytes, "device_bytes": memory and memory.device_bytes} if of_memory else {"step_s": report.step_s}
         return {name: float(value) for name, value in found.items() if value}

@@ -64,7 +64,7 @@ class Trials:
         run: Run | None = None
         try:
             run = changed(self.run, changes, keep)
-            return Trial(run, predict(run, self.constants(run), scaling=False), None)
+            return Trial(run, predict(run, self.constants(run), scaling=False, intervals=False), None)
         except PlanError as error:
             return Trial(run, None, error)
 

@@ -1,5 +1,6 @@
 """One step under torch.profiler, annotated the way execute.observe.trace reads it."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,6 +30,7 @@ def profile_step(step: Callable[[TraceMarks], Any], synchronize: Callable[[], No
 
     The annotated step ends when the device has done all of it.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes to stderr when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     synchronize()
     with profile(activities=activities, record_shapes=True) as profiler, record_function(STEP):

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from small_runs import GPT, LLAMA, cpu_run  # noqa: E402
 
 from costmodel.spec.parameters import embedding_params, head_params, layer_params  # noqa: E402
+from execute.assemble import build  # noqa: E402
 from execute.data import random_batch  # noqa: E402
-from execute.dryrun import build  # noqa: E402
 from execute.weights import init_weights  # noqa: E402
 
 SHAPES = [LLAMA, GPT, {**LLAMA, "qk_norm": "per_head", "tied_embeddings": True}, {**LLAMA, "qk_norm": "full", "norm_placement": "post"},
