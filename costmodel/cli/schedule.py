@@ -128,7 +128,7 @@ def _prediction(given: Given, run: "Run") -> tuple["StepReport | None", list[str
     with given.naming():
         profile = load_profile(run, given.profile)
     try:
-        return predict(run, profile, scaling=False, intervals=False), []
+        return predict(run, profile, scaling=False), []
     except PlanError as error:
         return None, [f"Its time is not predicted: {plain(error)}"]
 

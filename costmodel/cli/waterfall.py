@@ -46,7 +46,7 @@ def waterfall(
     seconds = None if measured is None else measured_step(measured, run.tokens_per_step, run.cluster.gpus)
     with given.naming():
         profile = load_profile(run, given.profile)
-        report = predict(run, profile, scaling=False, intervals=False)
+        report = predict(run, profile, scaling=False)
         bars = fall(run, report, profile, seconds)
     if as_json:
         import json
