@@ -79,6 +79,9 @@ class TimeReport:
     host_s: float | None = None
     """Seconds the host spends issuing work."""
     bubble_s: float | None = None
+    flops: dict[str, float] | None = None
+    """FLOPs that its matmuls and attention kernels run, without recompute: attention's causal half is left out where it is skipped, and
+    the scores that a flash backward computes again are counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ class Compiled:
     phase: str
     busy: dict[str, float]
     """Seconds of its kernels by kind."""
+    flops: dict[str, float]
+    """FLOPs of its matmuls and attention kernels, those that run a second time left out."""
     host_s: float
     """Seconds the host spends issuing it."""
 
@@ -88,6 +90,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     phase = block.phase
     launch, price = prices.launch_s(phase), prices.device_s
     busy: dict[str, float] = {}
+    flops: dict[str, float] = {}
     total = 0.0
     for op in block.ops:
         kind, kernels = op.kind, op.kernels
@@ -97,6 +100,8 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             seconds = price(op)
             name = "recompute" if op.again else kind
             busy[name] = busy.get(name, 0.0) + seconds
+            if name != "memory" and name != "recompute":
+                flops[name] = flops.get(name, 0.0) + op.flops
             host += launch * kernels
             device += seconds
             longest += seconds
@@ -123,7 +128,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
         steps.append((CHUNK, host, device, longest, "", "", 0.0))
     for step in steps:
         total += step[1]
-    return Compiled(tuple(steps), phase, busy, total)
+    return Compiled(tuple(steps), phase, busy, flops, total)
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:

@@ -19,9 +19,10 @@ def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
         into[key] = into.get(key, 0.0) + times * seconds
 
 
-def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
-    """Seconds of the compute stream's kernels by what they are; seconds of the host."""
+def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, Parts, float]:
+    """Seconds of the compute stream's kernels by what they are; FLOPs of matmuls and attention that are not recompute; seconds of the host."""
     out: Parts = {}
+    flops: Parts = {}
     host = 0.0
     for block, times in counts:
         compiled = scan.of(block)
@@ -30,7 +31,9 @@ def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, float]:
         for kind, seconds in compiled.busy.items():
             name = whole or ("memory-bound" if kind == "memory" else kind)
             out[name] = out.get(name, 0.0) + times * seconds
-    return out, host
+        if not whole:
+            _add(flops, compiled.flops, times)
+    return out, flops, host
 
 
 def _waits(clocks: Clocks) -> Parts:
@@ -41,14 +44,14 @@ def _waits(clocks: Clocks) -> Parts:
     return out
 
 
-def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, host: float,
-            bubble: float) -> TimeReport:
+def _report(run: Run, prices: RunPrices, seconds: float, parts: Parts, phases: Parts, comm: Parts, exposed: Parts, flops: Parts,
+            host: float, bubble: float) -> TimeReport:
     """The step, with the fixed cost of one and the wait for the slowest rank."""
     stragglers = seconds * prices.jitter * math.log2(run.cluster.gpus)
     parts = {**parts, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
     phases = {**phases, "bubble": bubble, "stragglers": stragglers, "fixed": prices.fixed}
     return TimeReport(seconds + stragglers + prices.fixed, {k: v for k, v in phases.items() if v}, {k: v for k, v in parts.items() if v},
-                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble)
+                      {a: s for a, s in comm.items() if s}, {a: s for a, s in exposed.items() if s}, host, bubble, flops)
 
 
 def _exposed(clocks: Clocks) -> Parts:
@@ -57,19 +60,19 @@ def _exposed(clocks: Clocks) -> Parts:
 
 def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts: BlockCounts) -> TimeReport:
     """The time of a rank without pipeline."""
-    parts, host = busy(counts, scan)
-    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), host, 0.0)
+    parts, flops, host = busy(counts, scan)
+    return _report(run, prices, clocks.compute, {**parts, **_waits(clocks)}, clocks.phases, clocks.comm, _exposed(clocks), flops, host, 0.0)
 
 
 class _Slot:
     """A part of a rank's step, run alone: how long it takes and what for."""
 
-    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "host")
+    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host")
 
     def __init__(self, part: Part, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> None:
         clocks = step_time(part, prices, scan=scan, drain=False)
         self.seconds = clocks.compute
-        self.parts, self.host = busy(block_counts(part, seen), scan)
+        self.parts, self.flops, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
 
@@ -105,11 +108,12 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
         phases: Parts = {}
         comm: Parts = {}
         exposed: Parts = {}
+        flops: Parts = {}
         host = worked = 0.0
         for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
             worked += n * slot.seconds
             host += n * slot.host
-            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed)):
+            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
                 _add(into, more, n)
-        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, host, drained + around - worked))
+        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, flops, host, drained + around - worked))
     return out

@@ -11,6 +11,7 @@ from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debu
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
+from costmodel.cli.waterfall import waterfall
 
 if TYPE_CHECKING:
     from costmodel.catalog.profiles import Profile
@@ -76,6 +77,7 @@ def predict(
 
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
+app.command(cls=SectionedCommand)(waterfall)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:

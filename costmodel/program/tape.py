@@ -71,6 +71,8 @@ class Back(NamedTuple):
     closes: Tensor | None = None
     beside: bool = False
     """Runs beside the collective that the gradient of the node's input needs, if one does."""
+    again: bool = False
+    """Computes an activation a second time."""
     apart: bool = False
     """A node of its own that runs next: what this node kept is released before it."""
 
@@ -320,7 +322,7 @@ class Tape:
                     ready = GradReady(param, back.dtype, nbytes, pending[param.name] > 0)
                 if not back.alias:
                     ops.append(Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype,  # type: ignore[arg-type]
-                                  back.kernels, tuple(allocs), temp, back.comm, back.event))
+                                  back.kernels, tuple(allocs), temp, back.comm, back.event, again=back.again))
                     if beside and back.kind == "collective":
                         _run_beside(ops, beside)
                 if ready:

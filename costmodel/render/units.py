@@ -21,8 +21,9 @@ def duration(seconds: float | None) -> str:
     """Seconds from 1 s up, milliseconds below; three digits at least."""
     if seconds is None:
         return "not known"
-    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
-    digits = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 1 or not value else 3
+    value, unit = (seconds, "s") if abs(seconds) >= 1 else (seconds * 1e3, "ms")
+    large = abs(value)
+    digits = 0 if large >= 1000 else 1 if large >= 100 else 2 if large >= 1 or not value else 3
     return f"{value:,.{digits}f} {unit}"
 
 

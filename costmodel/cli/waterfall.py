@@ -1,0 +1,60 @@
+"""`costmodel waterfall`: where the step's time goes, from the peak of the data sheet to the MFU."""
+
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from costmodel.cli.guard import InputError, shown
+from costmodel.cli.options import Given, takes_run
+
+SCHEMA = 1
+_SCALE = {"": 1.0, "k": 1e3, "m": 1e6}
+_MEASURED = re.compile(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?|\.[0-9]+)\s*"
+                       r"(?:(ms|s|sec|seconds?)|([km]?)\s*(?:tok|tokens?)\s*/\s*s(?:ec)?(\s*/\s*gpu)?)\s*", re.IGNORECASE)
+
+
+def measured_step(text: str, tokens_per_step: int, gpus: int) -> float:
+    """Seconds of a measured step: a time (2.84s, 910ms), or the tokens per second of the job or of each GPU."""
+    found = _MEASURED.fullmatch(text)
+    number = float(found[1].replace(",", "").replace("_", "")) if found else 0.0
+    if not found or not number > 0:
+        raise InputError(f"--measured {shown(text)}: it must be a time or a rate. Write 2.84s, 910ms, \"12000 tok/s\" (of the job) or \"1500 tok/s/gpu\".")
+    unit, scale, each = found[2], found[3], found[4]
+    if unit:
+        return number / 1e3 if unit.lower() == "ms" else number
+    return tokens_per_step / (number * _SCALE[scale.lower()] * (gpus if each else 1))
+
+
+@takes_run
+def waterfall(
+    given: Given,
+    measured: Annotated[str | None, typer.Option(metavar="STEP", show_default=False, help="A measured step, to see what the prediction leaves "
+                                                 "unexplained: 2.84s, 910ms, \"12000 tok/s\" (of the job) or \"1500 tok/s/gpu\".")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/report.md) instead of the text.", show_default=False)] = False,
+) -> None:
+    """Show where the step's time goes: from the peak of the data sheet, cause by cause, down to the MFU.
+
+    The bars sum to the step, so each share of it is as many points of MFU.
+    """
+    from costmodel.catalog.profiles import load_profile
+    from costmodel.prediction import predict
+    from costmodel.waterfall import waterfall as fall
+    resolved = given.resolve()
+    run = resolved.run
+    seconds = None if measured is None else measured_step(measured, run.tokens_per_step, run.cluster.gpus)
+    with given.naming():
+        profile = load_profile(run, given.profile)
+        report = predict(run, profile, scaling=False)
+        bars = fall(run, report, profile, seconds)
+    if as_json:
+        import json
+        data = {"schema": SCHEMA, "run": run.model_dump(mode="json"), "profile": {"name": profile.name, "guess": profile.guess}, "waterfall": bars.to_dict()}
+        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    from costmodel.render.prediction import title
+    from costmodel.render.text import Page, screen_width, wants_colour
+    from costmodel.render.waterfall import render_waterfall
+    page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    print(render_waterfall(title(run), bars, run.cluster.gpus, page, report), end="")
