@@ -33,7 +33,12 @@ def filled(letter: str, n: int) -> str:
 
 def stacked(parts: Parts, width: int, whole: float, prefix: str) -> Line:
     """A bar whose `whole` is `width` cells; the style of a part is `prefix` and its letter."""
-    return [Span(filled(letter, n), f"{prefix}{letter}") for letter, n in cells(parts, width, whole) if n]
+    return [Span(filled(letter, n), styled(prefix, letter)) for letter, n in cells(parts, width, whole) if n]
+
+
+def styled(prefix: str, letter: str) -> str:
+    """The style of a part: its letter, i for idle."""
+    return prefix + ("i" if letter == "·" else letter)
 
 
 CAPACITY_AT = 0.72

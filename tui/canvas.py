@@ -11,10 +11,10 @@ from textual.widget import Widget
 from tui.lines import Line
 
 MEMORY = "PGMOACTFSX"
-STEP = "MAERtdrpkh·Osf"
-PHASES = "FBRgOsfb"
+STEP = "MAERtdrpkhiOsf"
+PHASES = "FRBiOsf"
 STYLES = frozenset({
-    "bold", "dim", "good", "warn", "bad", "accent", "head", "key", "cursor", "tab", "tab-on", "bar", "free", "loss", "gain", "fits", "risky", "invalid",
+    "bold", "dim", "good", "warn", "bad", "accent", "head", "key", "cursor", "cursor-off", "tab", "tab-on", "bar", "free", "loss", "gain", "fits", "risky", "invalid",
     "base", "line-a", "line-b", "line-c", "line-d", "line-e", "line-m", "comm", "host", "idle", "exposed", "other",
     *(f"m-{letter}" for letter in MEMORY), *(f"t-{letter}" for letter in STEP), *(f"p-{letter}" for letter in PHASES)})
 

@@ -1,0 +1,346 @@
+"""The application: one screen with the form, the views and the key line. It holds the state and hands it to whoever paints.
+
+A key changes the state and paints at once: nothing on that path posts a message or changes a layout, each of which waits for a frame.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual import events
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher
+
+from costmodel.catalog import accelerator_entry, list_models
+from costmodel.changes import Keep
+from costmodel.cli.files import read_run_file, write_whole
+from costmodel.cli.guard import InputError, plain
+from costmodel.cli.options import toml_scalar
+from costmodel.render.prediction import title
+from costmodel.render.units import duration, share
+from costmodel.spec import PlanError
+from costmodel.spec.sizing import parse_count
+from tui.canvas import Canvas
+from tui.dialogs import Ask, Check, Choice, Paper, Picker
+from tui.fields import BY_PATH, FIELDS, Field, shown
+from tui.form import Form
+from tui.keys import FORM_KEYS, KEYS, LINE, VIEWS
+from tui.leave import as_toml, command_line
+from tui.lines import Line, Span, bold, dim, length, line, wrapped
+from tui.presets import PRESETS, START
+from tui.state import State, attempt, dismissed, opened, stepped, undone
+from tui.views.explore import Proposal, gib, held, said
+from tui.views.panes import PANES, Pane
+
+NARROW = 100
+"""Columns below which the form is narrow, and hidden in the views that need the width."""
+
+
+class Explorer(App[None]):
+    """The what-if explorer."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "costmodel"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(key.keys, key.action, key.says, id=key.action) for key in KEYS),
+        *(Binding(str(i), f"view('{name}')", label, id=f"view.{name}") for i, (name, label) in enumerate(VIEWS, 1)),
+        Binding("tab,shift+tab", "other_pane", "form or view", id="other_pane", priority=False),
+        Binding("escape", "back", "back", id="back"),
+        Binding("delete", "unpin", "unpin", id="unpin"),
+    ]
+
+    def __init__(self, given: Mapping[str, Any] | None = None, profile: str | None = None) -> None:
+        super().__init__()
+        self.state: State = opened(given if given is not None else START, profile)
+        self.keep: Keep = "micro_batch"
+        self.proposal: Proposal | None = None
+
+    # -- what is on the screen -------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        yield Canvas(id="tabs")
+        with Horizontal(id="body"):
+            yield Form(id="form")
+            with ContentSwitcher(initial="explore", id="views"):
+                yield PANES["explore"](id="explore")
+        yield Canvas(id="tour")
+        yield Canvas(id="keys")
+
+    def on_mount(self) -> None:
+        self.query_one(Form).focus()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.set_class(event.size.width < NARROW, "narrow")
+        self.call_after_refresh(self.paint)
+
+    @property
+    def view(self) -> str:
+        return self.query_one("#views", ContentSwitcher).current or "explore"
+
+    @property
+    def pane(self) -> Pane:
+        return self.query_one(f"#{self.view}", Pane)
+
+    def paint(self) -> None:
+        """Hand the state to everything in sight."""
+        if not self.is_mounted or len(self.screen_stack) == 0:
+            return
+        root = self.screen_stack[0]
+        root.query_one(Form).paint(self.state)
+        root.query_one(f"#{self.view}", Pane).paint(self.state, self.proposal)
+        root.query_one("#tabs", Canvas).show([self.tab_line()])
+        root.query_one("#keys", Canvas).show([self.key_line()])
+
+    def tab_line(self) -> Line:
+        width = self.size.width
+        spans: Line = [bold(" costmodel  " if width >= NARROW else " ")]
+        for i, (name, label) in enumerate(VIEWS, 1):
+            spans.append(Span(f" {i} {label} ", "tab-on" if name == self.view else "tab", f"app.view('{name}')"))
+        told = title(self.state.run)
+        room = width - length(spans) - 2
+        if room >= 20:
+            told = told if len(told) <= room else told[:room - 1] + "…"
+            spans += [Span(" " * (room - len(told) + 1)), dim(told)]
+        return spans
+
+    def key_line(self) -> Line:
+        says = {key.action: key for key in KEYS}
+        spans: Line = []
+        for shown_key, text, action in [*self.pane.keys, *((says[name].shown, says[name].says, name) for name in LINE)]:
+            item = [Span(f" {shown_key}", "accent bold", f"app.{action}"), Span(f" {text} ", "", f"app.{action}")]
+            if length(spans) + length(item) > self.size.width:
+                break
+            spans += item
+        return spans
+
+    # -- changes ---------------------------------------------------------------------------------------------------------------
+
+    def become(self, state: State) -> None:
+        """Take a new state and paint it."""
+        if state is not self.state:
+            self.state = state
+            self.proposal = None
+            self.paint()
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        self.become(attempt(self.state, changes, self.keep))
+
+    def step(self, path: str, by: int) -> None:
+        self.become(stepped(self.state, path, by, self.keep))
+
+    def action_step_field(self, path: str, by: int) -> None:
+        self.action_go_to(path)
+        self.step(path, by)
+
+    def action_go_to(self, path: str) -> None:
+        """Put the cursor of the form on a field."""
+        form = self.query_one(Form)
+        if form.cursor == path and not isinstance(self.screen, Picker) and form.has_focus:
+            self.action_choose(path)
+        form.go_to(path)
+        form.focus()
+
+    def action_propose(self) -> None:
+        """Repair, make fit, or speed up: what the screen offers."""
+        if self.state.problem:
+            if self.state.problem.repair is None:
+                self.notify("No repair is known: u goes back to the last valid run.", severity="warning")
+            else:
+                self.change({**self.state.problem.changes, **self.state.problem.repair})
+        elif self.proposal:
+            self.change(self.proposal.changes)
+        else:
+            self.notify("Nothing is proposed for this run.")
+
+    def action_undo(self) -> None:
+        if not self.state.problem and not self.state.past:
+            self.notify("Nothing to take back.")
+        self.become(undone(self.state))
+
+    def action_keep(self) -> None:
+        """Switch which batch stays when the data-parallel degree moves."""
+        self.keep = "global_batch" if self.keep == "micro_batch" else "micro_batch"
+        kept = "the global batch stays, accumulation follows" if self.keep == "global_batch" else "micro-batch and accumulation stay, the global batch follows"
+        self.notify(f"When dp moves: {kept}.")
+
+    def action_back(self) -> None:
+        if self.has_class("touring"):
+            self.action_tour()
+        else:
+            self.become(dismissed(self.state))
+
+    # -- views -----------------------------------------------------------------------------------------------------------------
+
+    async def action_view(self, name: str) -> None:
+        """Show a view; it is built at the first visit."""
+        switcher = self.query_one("#views", ContentSwitcher)
+        if not switcher.query(f"#{name}"):
+            await switcher.mount(PANES[name](id=name))
+        switcher.current = name
+        pane = self.query_one(f"#{name}", Pane)
+        self.set_class(self.has_class("narrow") and not pane.with_form, "formless")
+        (pane.first_focus() or self.query_one(Form)).focus()
+        self.call_after_refresh(self.paint)
+
+    def action_form(self) -> None:
+        self.toggle_class("formless")
+        self.call_after_refresh(self.paint)
+
+    def action_other_pane(self) -> None:
+        """From the form to the view and back."""
+        form, inner = self.query_one(Form), self.pane.first_focus()
+        (form if inner is None or not form.has_focus else inner).focus()
+        self.paint()
+
+    # -- fields ----------------------------------------------------------------------------------------------------------------
+
+    def action_choose(self, path: str | None = None) -> None:
+        """Type a value of a field, or search its list."""
+        field = BY_PATH[path or self.query_one(Form).cursor]
+
+        def take(value: Any) -> None:
+            if value is not None:
+                self.change(field_change(field, value))
+
+        self.push_screen(Picker(f"{field.label}   {field.path}", field.help, choices(field, self.state), self.promise(field), read_value,
+                                self.state.values[field.path]), take)
+
+    def promise(self, field: Field) -> Check:
+        """What a value would do, for the picker."""
+        def check(value: Any) -> list[Line]:
+            would = attempt(self.state, field_change(field, value), self.keep)
+            if would.problem:
+                error = would.problem.error
+                mended = would.problem.repair
+                with_it = f"s then: {', '.join(said(path, v) for path, v in mended.items())}" if mended else error.fix
+                return [[Span(f"{said(error.field, error.value)}: {error.rule}", "bad")], [dim(with_it)]]
+            memory = would.report.fullest.memory
+            assert memory is not None
+            return [line(bold(would.report.verdict), f"  {gib(held(memory))} GiB  step {duration(would.report.step_s)}  MFU {share(would.report.mfu)}")]
+        return check
+
+    # -- open, copy, save, read --------------------------------------------------------------------------------------------------
+
+    def action_open(self) -> None:
+        """A preset, or the path of a run file."""
+        def take(value: Any) -> None:
+            if value is None:
+                return
+            try:
+                given = read_run_file(Path(value).expanduser()) if isinstance(value, str) else dict(value)
+                profile = given.get("profile")
+                self.become(opened(given, profile if isinstance(profile, str) else self.state.profile))
+            except InputError as error:
+                self.notify(str(error), severity="error", timeout=10)
+            except PlanError as error:
+                self.notify(plain(error), severity="error", timeout=10)
+
+        self.push_screen(Picker("Open", "A preset, or type the path of a run file (.toml, .yaml, .json)",
+                                [Choice(preset.name, preset.why, preset.given) for preset in PRESETS], lambda value: [], str), take)
+
+    def action_copy(self) -> None:
+        """Copy the command line."""
+        command = command_line(self.state.run, self.state.profile)
+        self.copy_to_clipboard(command)
+        self.push_screen(Paper("Copied: the command that predicts this run", lambda width: wrapped(command, width, 40)))
+
+    def action_save(self) -> None:
+        """Save the run as TOML."""
+        def take(name: str | None) -> None:
+            if name is None:
+                return
+            path = Path(name).expanduser()
+            try:
+                write_whole(path if path.suffix else path.with_suffix(".toml"), as_toml(self.state.run, self.state.profile))
+                self.notify(f"Saved {path}: costmodel predict {path} gives these figures.")
+            except InputError as error:
+                self.notify(str(error).removeprefix("-o "), severity="error", timeout=10)
+
+        self.push_screen(Ask("Save the run as", "A .toml file that costmodel predict reads.", "run.toml"), take)
+
+    def action_inform(self) -> None:
+        """What the figures rest on, and the whole text of an error."""
+        self.push_screen(Paper("What the figures rest on", self.notes))
+
+    def notes(self, width: int) -> list[Line]:
+        state = self.state
+        out: list[Line] = []
+        if state.problem:
+            out += [*wrapped(plain(state.problem.error), width, 8, "bad"), []]
+        out += wrapped(f"Profile: {state.profile or 'the shipped constants of this accelerator and framework'}.", width, 3)
+        out += [row for name, basis in state.report.basis.items() for row in wrapped(f"{name.replace('_', ' ')}: {basis}", width, 2)]
+        for note in state.report.notes:
+            out += [[], *wrapped(note, width, 8)]
+        return out
+
+    def action_help(self) -> None:
+        self.push_screen(Paper("Keys", help_page))
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """The palette: every key, every view, every field."""
+        yield from super().get_system_commands(screen)
+        for key in KEYS:
+            yield SystemCommand(f"{key.says.capitalize()} ({key.shown})", key.does, getattr(self, f"action_{key.action}"))
+        for name, label in VIEWS:
+            yield SystemCommand(f"View: {label}", f"Show {label}", lambda name=name: self.run_worker(self.action_view(name)))
+        for field in FIELDS:
+            yield SystemCommand(f"Set {field.label}", field.help, lambda path=field.path: self.action_choose(path))
+
+    # -- filled by later parts -----------------------------------------------------------------------------------------------------
+
+    def action_pin(self) -> None:
+        self.notify("Not yet.")
+
+    def action_unpin(self) -> None:
+        self.notify("Not yet.")
+
+    def action_tour(self) -> None:
+        self.notify("Not yet.")
+
+
+def help_page(width: int) -> list[Line]:
+    """The keys, and how to read the bars."""
+    rows = [("", key.shown, key.does) for key in KEYS]
+    out: list[Line] = []
+    for _, key, does in [*(("", k, d) for k, d in FORM_KEYS), *rows]:
+        first, *rest = wrapped(does, width - 12, 3)
+        out.append([Span(f"{key:<11} ", "accent bold"), *first])
+        out += [[Span(" " * 12), *row] for row in rest]
+    out += [[], [Span("Bars", "head")]]
+    text = ("A part of a bar begins with its letter. Memory: P parameters, G gradients, M master weights, O optimizer, A activations, C communication "
+            "buffers, T temporaries, F framework, S the allocator pool's slack, X context and NCCL; ░ is free, │ the capacity, » goes on. Work: M matmul, "
+            "A attention, E memory-bound, R recompute, t d r p waiting for tp, shard, replica and pipeline communication, k contention, h host, · bubble, "
+            "O optimizer, s stragglers, f fixed. In the form = is derived, ! is wrong, ◂ ▸ step.")
+    return [*out, *wrapped(text, width, 12)]
+
+
+def read_value(text: str) -> Any:
+    """What somebody typed: a number, a word, on or off."""
+    return {"on": True, "off": False}.get(text.lower(), toml_scalar(text))
+
+
+def field_change(field: Field, value: Any) -> dict[str, Any]:
+    """The change that sets a field; a count of parameters in the model's place asks for a shape."""
+    if field.path == "model":
+        try:
+            parse_count(str(value))
+            return {"params": str(value)}
+        except PlanError:
+            pass
+    return {field.path: value}
+
+
+def choices(field: Field, state: State) -> list[Choice]:
+    """The values of a field, with what the catalogue says of them."""
+    detail: dict[Any, str] = {}
+    values = list(field.values(state.run))
+    if field.path == "model":
+        detail = {entry.name: f"{entry.params / 1e9:,.2f} B  {entry.family}" for entry in list_models()}
+    elif field.path == "cluster.gpu":
+        for name in values:
+            entry = accelerator_entry(name)
+            detail[name] = f"{gib(entry.memory_bytes)} GiB  {entry.bf16_flops_per_s / 1e12:,.0f} TFLOP/s bf16  {entry.memory_bytes_per_s / 1e12:.2f} TB/s"
+    return [Choice(shown(value), detail.get(value, ""), value) for value in values]

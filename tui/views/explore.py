@@ -1,0 +1,316 @@
+"""Explore: does it fit, where the memory is, where the time goes, what bounds the step, and the one change that would help."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from costmodel.render.units import count, duration, share
+from costmodel.render.words import moment
+from costmodel.report import MemoryReport, RoleReport, StepReport, TimeReport
+from costmodel.spec import PlanError
+from costmodel.waterfall import Bar, Waterfall, waterfall
+from tui.bars import CAPACITY_AT, Parts, against, stacked, styled
+from tui.fields import BY_PATH, LAST_NAMES, shown
+from tui.lines import Line, Span, bold, both_ends, dim, fitted, flowed, line, wrapped
+from tui.state import State
+
+GIB = 1 << 30
+MEMORY: tuple[tuple[str, str, str], ...] = (
+    ("P", "parameters", "param"), ("G", "gradients", "grad"), ("M", "master_weights", "master"), ("O", "optimizer", "optim"),
+    ("A", "activations", "activ"), ("C", "communication", "comm"), ("T", "temporaries", "temp"), ("F", "framework", "frame"),
+    ("S", "slack", "pool slack"), ("X", "outside", "context+NCCL"))
+"""Letter, category, short word. The pool's slack and what lies outside the allocator complete what the device holds."""
+WORK: tuple[tuple[str, str, str], ...] = (
+    ("M", "matmul", "matmul"), ("A", "attention", "attention"), ("E", "memory-bound", "memory-bound"), ("R", "recompute", "recompute"),
+    ("t", "exposed tp", "tp wait"), ("d", "exposed dp_shard", "shard wait"), ("r", "exposed dp_replicate", "replica wait"), ("p", "exposed pp", "pp wait"),
+    ("k", "contention", "contention"), ("h", "host wait", "host wait"), ("·", "bubble", "bubble"), ("O", "optimizer", "optimizer"),
+    ("s", "stragglers", "stragglers"), ("f", "fixed", "fixed"))
+PHASES: tuple[tuple[str, str, str], ...] = (
+    ("F", "forward", "forward"), ("R", "recompute", "recompute"), ("B", "backward", "backward"), ("·", "bubble", "bubble"), ("O", "optimizer", "optimizer"),
+    ("s", "stragglers", "stragglers"), ("f", "fixed", "fixed"))
+SMALL_LOSS = 0.03
+"""Of MFU: below it, losses join in one bar where rows are scarce."""
+
+
+class Proposal(NamedTuple):
+    """What `s` would do: the changes, in words, and what they promise."""
+
+    changes: Mapping[str, object]
+    words: str
+    promise: str
+
+
+class Size(NamedTuple):
+    """What fits on the pane."""
+
+    width: int
+    height: int
+
+    @property
+    def compact(self) -> bool:
+        return self.height < 30
+
+    @property
+    def roles(self) -> int:
+        """Rows kept for rank roles, whatever the run."""
+        return 4 if self.height < 30 else 6 if self.height < 45 else 8
+
+
+def explore(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
+    """The whole pane, at most `size.height` lines."""
+    report = state.report
+    gap: list[Line] = [] if size.compact else [[]]
+    out = [*verdict(state, proposal, size), *gap, *memory(report, size), *gap]
+    slowest = max((r for r in report.roles if r.time), key=lambda r: r.time.step_s if r.time else 0.0, default=None)
+    if slowest and slowest.time:
+        out += [*step(slowest.time, size), *gap]
+    end = bound(state, proposal, size)
+    room = size.height - len(out) - len(end)
+    out += losses(state, size, room)
+    return [fitted(row, size.width) for row in [*out, *end]][:size.height]
+
+
+# -- verdict -----------------------------------------------------------------------------------------------------------------
+
+
+def role_name(role: RoleReport) -> str:
+    """pp0 for pipeline rank 0; `all` where every rank runs one program."""
+    return role.role.replace("pipeline rank ", "pp").replace("every rank", "all")
+
+
+def gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:,.1f}"
+
+
+def held(memory: MemoryReport) -> int:
+    """What the verdict lays beside the capacity."""
+    return memory.device_bytes or memory.reserved_bytes or memory.allocated.total_bytes
+
+
+def verdict(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
+    """Three rows, whatever there is to say."""
+    if state.problem:
+        return invalid(state, size)
+    report = state.report
+    fullest = max((r for r in report.roles if r.memory), key=lambda r: held(r.memory) if r.memory else 0, default=None)
+    rows: list[Line] = []
+    if fullest and fullest.memory:
+        m = fullest.memory
+        word, style = {"fits": ("FITS", "fits"), "risky": ("RISKY", "risky"), "does not fit": ("DOES NOT FIT", "invalid")}.get(
+            report.verdict, ("UNKNOWN", "dim"))
+        needs = f"{gib(held(m))} of {gib(m.capacity_bytes)} GiB" if m.capacity_bytes else f"{gib(held(m))} GiB"
+        rows.append([Span(f" {word} ", style), bold(f"  {needs}"), Span(f" on {role_name(fullest)}  "), _room(m.headroom_bytes, bold_too=True)])
+    if report.step_s is not None:
+        mfu = f"  MFU {share(report.mfu)}" if report.mfu is not None else ""
+        hfu = f"  HFU {share(report.hfu)}" if report.hfu is not None and report.hfu != report.mfu and size.width > 60 else ""
+        rows.append([bold(f"step {duration(report.step_s)}"), Span(f"  {_thousands(report.tokens_per_s)} tok/s"), bold(mfu), dim(hfu)])
+    r, p = state.run.recipe, state.run.plan
+    degrees = " x ".join(f"{name} {n}" for name, n in (("dp", p.dp), ("tp", p.tp), ("pp", p.pp)) if n > 1 or name == "dp")
+    rows.append([dim(f"{r.global_batch:,} sequences = {state.run.tokens_per_step:,} tokens a step · {degrees} = {p.world_size:,}")])
+    return rows
+
+
+def invalid(state: State, size: Size) -> list[Line]:
+    """The rule that a change breaks, and what would do."""
+    assert state.problem is not None
+    error = state.problem.error
+    rule = wrapped(f"{said(error.field, error.value)}: {error.rule}", size.width - 10, 2)
+    rows: list[Line] = [[Span(" INVALID ", "invalid"), Span(" "), *rule[0]]]
+    rows.append([Span(" " * 10), *rule[1]] if len(rule) > 1 else [Span(" " * 10), dim(error.fix)])
+    if state.problem.repair is not None:
+        words = ", ".join(said(path, value) for path, value in state.problem.repair.items())
+        rows.append([Span(" s ", "key", "app.propose"), bold(f" {words}"), Span(" is whole", "good"), dim("   u the last valid run, shown below")])
+    else:
+        rows.append([dim(error.fix if len(rule) > 1 else "u back to the last valid run, which is shown below")])
+    return rows
+
+
+def said(path: str, value: object) -> str:
+    """A field with its value, as the form names it."""
+    field = BY_PATH.get(path) or BY_PATH.get(LAST_NAMES.get(path, ""))
+    name = field.label if field else path.rpartition(".")[2]
+    text = str(value)
+    return text if " = " in text else name if value is None else f"{name} = {shown(value)}"
+
+
+def _room(headroom: int | None, bold_too: bool = False) -> Span:
+    if headroom is None:
+        return Span("")
+    style = "good" if headroom >= 0 else "bad"
+    return Span(f"{headroom / GIB:+,.1f}", f"{style} bold" if bold_too else style)
+
+
+def _thousands(n: float | None) -> str:
+    if n is None:
+        return "-"
+    return f"{n / 1e6:,.2f}M" if n >= 1e6 else f"{n / 1e3:,.0f}k" if n >= 1e4 else count(n)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def parts_of(m: MemoryReport) -> Parts:
+    """What a device holds at its peak, by letter: live tensors by category, the pool's slack, what lies outside the allocator."""
+    by = m.allocated.by_category
+    slack = max(0, (m.reserved_bytes or m.allocated.total_bytes) - m.allocated.total_bytes)
+    extra = {"slack": slack, "outside": sum(m.outside.values())}
+    return [(letter, extra[name] if name in extra else by.get(name, 0)) for letter, name, _ in MEMORY]
+
+
+def memory(report: StepReport, size: Size) -> list[Line]:
+    """A bar for each rank role against the capacity; with one role alone, also its peak in each phase."""
+    roles = [r for r in report.roles if r.memory]
+    if not roles:
+        return []
+    fullest = max(roles, key=lambda r: held(r.memory) if r.memory else 0)
+    assert fullest.memory is not None
+    capacity = fullest.memory.capacity_bytes or held(fullest.memory)
+    bar = size.width - 11 - 13
+    head: Line = [Span("MEMORY", "head"), dim(" GiB at the peak")]
+    at = 11 + int(bar * CAPACITY_AT)
+    cap = f"cap {gib(capacity)} ▾"
+    head += [Span(" " * max(1, at - len("MEMORY GiB at the peak") - len(cap) + 1)), dim(cap)]
+    rows = [head]
+    shown_roles, hidden = folded(roles, fullest, size.roles)
+    for role in shown_roles:
+        if role is None:
+            rows.append([dim(f" … {hidden} more between")])
+            continue
+        m = role.memory
+        assert m is not None
+        name = f"{role_name(role)} x{role.ranks}" if len(roles) > 1 or role.ranks > 1 else role_name(role)
+        mark = "▸" if role is fullest and len(roles) > 1 else " "
+        rows.append([Span(f"{mark}{name:<10}"[:11], "bold" if role is fullest else ""), *against(parts_of(m), bar, capacity, "m-"),
+                     Span(f"{gib(held(m)):>7} ", "bold"), Span(f"{(m.headroom_bytes or 0) / GIB:+,.1f}".rjust(5),
+                                                               "good" if (m.headroom_bytes or 0) >= 0 else "bad")])
+    if len(roles) == 1:
+        for phase, peak in list(fullest.memory.phases.items())[:max(0, size.roles - 1)]:
+            letters = [(letter, peak.by_category.get(name, 0)) for letter, name, _ in MEMORY]
+            rows.append([dim(f" {phase.removesuffix(' step'):<10}"[:11]), *against(letters, bar, capacity, "m-"), dim(f"{gib(peak.total_bytes):>7}")])
+    rows += [[] for _ in range(size.roles + 1 - len(rows))]
+    parts = dict(parts_of(fullest.memory))
+    items: list[Line] = []
+    for letter, _, word in MEMORY:
+        if parts[letter]:
+            value = gib(parts[letter])
+            items.append([Span(letter, f"m-{letter}"), Span(value if size.compact else f" {word} {value}")])
+    rows += flowed(items, size.width, 1 if size.compact else 2, gap=1 if size.compact else 2)
+    rows += [[]] if not size.compact and len(rows) < size.roles + 3 else []
+    rows.append(line(dim("moment "), f"{role_name(fullest)}, {moment(fullest.memory.allocated.moment)}"))
+    return rows
+
+
+def folded(roles: Sequence[RoleReport], fullest: RoleReport, limit: int) -> tuple[list[RoleReport | None], int]:
+    """At most `limit` roles: the first ones, the fullest and the last; None stands for those between."""
+    if len(roles) <= limit:
+        return list(roles), 0
+    keep: list[RoleReport | None] = list(roles[:limit - 2])
+    if fullest not in keep and fullest is not roles[-1]:
+        keep[-1] = fullest
+    return [*keep, None, roles[-1]], len(roles) - limit + 1
+
+
+# -- time --------------------------------------------------------------------------------------------------------------------
+
+
+def step(time: TimeReport, size: Size) -> list[Line]:
+    """The step of the slowest rank, by what the GPU did and (where there is room) by phase; both bars are the whole step."""
+    unit = 1e3
+    known = {name for _, name, _ in WORK}
+    other = sum(s for name, s in time.breakdown.items() if name not in known)
+    work = [(letter, time.breakdown.get(name, 0.0)) for letter, name, _ in WORK]
+    work[-1] = ("f", work[-1][1] + other)
+    bar = size.width - 9
+    rows: list[Line] = []
+    if not size.compact:
+        phases = [(letter, time.phases.get(name, 0.0)) for letter, name, _ in PHASES]
+        rest = sum(time.phases.values()) - sum(s for _, s in phases)
+        phases[-1] = ("f", phases[-1][1] + max(0.0, rest))
+        rows.append([Span("STEP", "head"), dim(" ms  "), *stacked(phases, bar, time.step_s, "p-")])
+        rows += flowed([[Span(letter, styled("p-", letter)), Span(f" {word} {ms(dict(phases)[letter] * unit)}")] for letter, _, word in PHASES
+                        if dict(phases)[letter]], size.width, 1, gap=2, indent=9)
+    rows.append([Span("STEP", "head"), dim(" ms  "), *stacked(work, bar, time.step_s, "t-")] if size.compact else
+                [dim("   work  "), *stacked(work, bar, time.step_s, "t-")])
+    values = dict(work)
+    items: list[Line] = [[Span(letter, styled("t-", letter)), Span(ms(values[letter] * unit) if size.compact else f" {word} {ms(values[letter] * unit)}")]
+                         for letter, _, word in WORK if values[letter]]
+    legend = flowed(items, size.width, 1 if size.compact else 2, gap=1 if size.compact else 2, indent=0 if size.compact else 9)
+    rows += legend
+    rows += [[]] if not size.compact and len(legend) == 1 else []
+    return rows
+
+
+def ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
+
+
+# -- what is lost ------------------------------------------------------------------------------------------------------------
+
+
+def losses(state: State, size: Size, room: int) -> list[Line]:
+    """The MFU waterfall: from the data sheet's peak down to what is achieved."""
+    if room < 4:
+        return []
+    try:
+        fall = waterfall(state.run, state.report, state.profile)
+    except PlanError:
+        return [[Span("MFU", "head"), dim("  not known: no peak of this device in these numbers")]]
+    bars = _few(fall, room - 2)
+    rows: list[Line] = [[Span("MFU", "head"), dim("  share of the peak FLOP/s lost to")]]
+    name_width, value_width = 19, 7
+    width = size.width - name_width - value_width
+    worst = max(bars, key=lambda bar: bar.share, default=None)
+    right = 1.0
+    for bar in bars:
+        left = min(right, bar.left)
+        start, end = round(left * width), round(max(right, bar.left) * width)
+        style = "loss" if bar.share >= 0 else "gain"
+        shade = "▒" if bar.share >= 0 else "+"
+        n = max(end - start, 0)
+        emphasis = "bold" if bar is worst else ""
+        rows.append([Span(f"{bar.name:<{name_width}}"[:name_width], emphasis or "dim"), Span(" " * start), Span(shade * n, style),
+                     Span(" " * (width - start - n)), Span(f"{-100 * bar.share:+.1f}".rjust(value_width), emphasis or "dim")])
+        right = bar.left
+    full = round(fall.mfu * width)
+    rows.append([bold(f"{'= MFU':<{name_width}}"), Span("█" * full, "bar"), Span(" " * (width - full)), bold(f"{100 * fall.mfu:.1f}".rjust(value_width))])
+    return rows
+
+
+def _few(fall: Waterfall, rows: int) -> list[Bar]:
+    """The losses in their order; small ones join in one bar where there are more than rows."""
+    bars = list(fall.bars[1:])
+    if len(bars) <= rows:
+        return bars
+    ranked = sorted(bars, key=lambda bar: -abs(bar.share))
+    kept = {bar.name for bar in ranked[:max(1, rows - 1)] if abs(bar.share) >= SMALL_LOSS} or {ranked[0].name}
+    out: list[Bar] = []
+    left = 1.0
+    for bar in bars:
+        if bar.name in kept:
+            left -= bar.share
+            out.append(Bar(bar.name, bar.meaning, bar.seconds, bar.share, left, bar.without))
+    rest = [bar for bar in bars if bar.name not in kept]
+    gone = sum(bar.share for bar in rest)
+    out.append(Bar(f"other ({len(rest)})", "", sum(bar.seconds for bar in rest), gone, left - gone, 0.0))
+    return out
+
+
+def bound(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
+    """What bounds the step, the change that would help most, and what the figures rest on."""
+    rows: list[Line] = [line(Span("BOUND BY ", "head"), bold(state.report.bound_by or "not known"))]
+    if state.problem:
+        rows.append([dim("figures of the last valid run")])
+    elif proposal:
+        rows.append([Span(" s ", "key", "app.propose"), bold(f" {proposal.words}"), Span(f"  {proposal.promise}", "good")])
+    else:
+        rows.append([dim("no single change is known to help")])
+    if not size.compact:
+        kinds: dict[str, list[str]] = {}
+        for name, basis in state.report.basis.items():
+            kinds.setdefault(basis, []).append(name.replace("_", " "))
+        rows.append([dim("how sure  " + " · ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items()))])
+        if state.report.notes:
+            rows += [[Span(f"note  {state.report.notes[0]}", "warn")]]
+    return rows
+
+
+__all__ = ["Proposal", "Size", "both_ends", "explore"]
