@@ -10,7 +10,7 @@ from costmodel.spec import PlanError
 from costmodel.waterfall import Bar, Waterfall, waterfall
 from tui.bars import CAPACITY_AT, Parts, against, stacked, styled
 from tui.fields import BY_PATH, LAST_NAMES, shown
-from tui.lines import Line, Span, bold, both_ends, dim, fitted, flowed, line, wrapped
+from tui.lines import Line, Span, bold, both_ends, dim, fitted, flowed, length, line, wrapped
 from tui.state import State
 
 GIB = 1 << 30
@@ -118,7 +118,8 @@ def invalid(state: State, size: Size) -> list[Line]:
     rows.append([Span(" " * 10), *rule[1]] if len(rule) > 1 else [Span(" " * 10), dim(error.fix)])
     if state.problem.repair is not None:
         words = ", ".join(said(path, value) for path, value in state.problem.repair.items())
-        rows.append([Span(" s ", "key", "app.propose"), bold(f" {words}"), Span(" is whole", "good"), dim("   u the last valid run, shown below")])
+        rows.append([Span(" s ", "key", "app.propose"), bold(f" {words}"), Span(" is whole", "good"),
+                     *([] if size.compact else [dim("   u the last valid run, shown below")])])
     else:
         rows.append([dim(error.fix if len(rule) > 1 else "u back to the last valid run, which is shown below")])
     return rows
@@ -165,10 +166,9 @@ def memory(report: StepReport, size: Size) -> list[Line]:
     assert fullest.memory is not None
     capacity = fullest.memory.capacity_bytes or held(fullest.memory)
     bar = size.width - 11 - 13
-    head: Line = [Span("MEMORY", "head"), dim(" GiB at the peak")]
-    at = 11 + int(bar * CAPACITY_AT)
+    head: Line = [Span("MEMORY", "head"), dim(" GiB" if size.compact else " GiB at the peak")]
     cap = f"cap {gib(capacity)} ▾"
-    head += [Span(" " * max(1, at - len("MEMORY GiB at the peak") - len(cap) + 1)), dim(cap)]
+    head += [Span(" " * max(1, 12 + int(bar * CAPACITY_AT) - length(head) - len(cap))), dim(cap)]
     rows = [head]
     shown_roles, hidden = folded(roles, fullest, size.roles)
     for role in shown_roles:
@@ -190,7 +190,7 @@ def memory(report: StepReport, size: Size) -> list[Line]:
     parts = dict(parts_of(fullest.memory))
     items: list[Line] = []
     for letter, _, word in MEMORY:
-        if parts[letter]:
+        if parts[letter] >= GIB / 20:
             value = gib(parts[letter])
             items.append([Span(letter, f"m-{letter}"), Span(value if size.compact else f" {word} {value}")])
     rows += flowed(items, size.width, 1 if size.compact else 2, gap=1 if size.compact else 2)
@@ -307,9 +307,10 @@ def bound(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
         kinds: dict[str, list[str]] = {}
         for name, basis in state.report.basis.items():
             kinds.setdefault(basis, []).append(name.replace("_", " "))
-        rows.append([dim("how sure  " + " · ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items()))])
+        rows += flowed([[dim(f"{kind}: {', '.join(names)}")] for kind, names in kinds.items()], size.width, 2, gap=2)
         if state.report.notes:
-            rows += [[Span(f"note  {state.report.notes[0]}", "warn")]]
+            more = f"  (i: {len(state.report.notes) - 1} more)" if len(state.report.notes) > 1 else ""
+            rows += wrapped(f"note  {state.report.notes[0]}{more}", size.width, 2, "warn")
     return rows
 
 
