@@ -37,8 +37,9 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
                  for role, count in zip(program.roles, counts, strict=True)]
     memo: dict[int, reading.Reading] = {}
     sends: dict[int, list[Comm]] = {}
-    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time,
-                        _collectives(count, prices, sends)) for role, time, count in zip(program.roles, times, counts, strict=True)]
+    sent = {key: _collectives(count, prices, sends) for key, count in {id(count): count for count in counts}.items()}
+    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time, sent[id(count)])
+             for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
     return StepReport(

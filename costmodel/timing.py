@@ -67,7 +67,7 @@ def step_report(run: Run, prices: RunPrices, scan: Scan, clocks: Clocks, counts:
 class _Slot:
     """A part of a rank's step, run alone: how long it takes and what for."""
 
-    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host")
+    __slots__ = ("seconds", "parts", "phases", "comm", "exposed", "flops", "host", "tail", "tail_axis")
 
     def __init__(self, part: Part, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> None:
         clocks = step_time(part, prices, scan=scan, drain=False)
@@ -75,13 +75,16 @@ class _Slot:
         self.parts, self.flops, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
+        self.tail, self.tail_axis = max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
+        """How long, and which, a stream is still busy when its last kernel is done; messages to other stages left out."""
 
 
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
     """The time of every pipeline rank.
 
     Every distinct slot is run alone; the schedule is the recurrence start = max(rank is free, what it needs has arrived). When all
-    ranks have drained, gradients are reduced and parameters updated; the slowest rank sets the pace of both.
+    ranks have drained, and what the last backward of each left in flight is done, gradients are reduced and parameters updated; the
+    slowest rank sets the pace of both.
     """
     p, m = run.plan, run.micro_batches
     ranks: tuple[PipelineRank, ...] = program.pipeline
@@ -99,21 +102,32 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
-    drained = max(pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer))
-    surrounds = [(priced(r.before), priced(r.after)) for r in ranks]
-    around = max(b.seconds + a.seconds for b, a in surrounds)
+    ends = pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
+    drained = max(ends)
+    final = [priced(rank.part(rank.last)) for rank in ranks]
+    done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
+    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
+    reports: dict[tuple[int, float], TimeReport] = {}
     out: list[TimeReport] = []
-    for rank, (before, after) in zip(ranks, surrounds, strict=True):
-        parts: Parts = {}
-        phases: Parts = {}
-        comm: Parts = {}
-        exposed: Parts = {}
-        flops: Parts = {}
-        host = worked = 0.0
-        for slot, n in [*((priced(rank.part(key)), n) for key, n in rank.counts), (before, 1), (after, 1)]:
-            worked += n * slot.seconds
-            host += n * slot.host
-            for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
-                _add(into, more, n)
-        out.append(_report(run, prices, drained + around, parts, phases, comm, exposed, flops, host, drained + around - worked))
+    for rank, end, left in zip(ranks, ends, final, strict=True):
+        waited = max(0.0, end + left.tail - drained)
+        alike = id(rank.parts), waited
+        if alike not in reports:
+            parts: Parts = {}
+            phases: Parts = {}
+            comm: Parts = {}
+            exposed: Parts = {}
+            flops: Parts = {}
+            host, worked = 0.0, waited
+            for part, n in rank.parts.parts:
+                slot = priced(part)
+                worked += n * slot.seconds
+                host += n * slot.host
+                for into, more in ((parts, slot.parts), (phases, slot.phases), (comm, slot.comm), (exposed, slot.exposed), (flops, slot.flops)):
+                    _add(into, more, n)
+            if waited:
+                for into, name in ((parts, f"exposed {left.tail_axis}"), (phases, "backward"), (exposed, left.tail_axis)):
+                    _add(into, {name: waited})
+            reports[alike] = _report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked)
+        out.append(reports[alike])
     return out

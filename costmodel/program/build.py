@@ -124,7 +124,7 @@ class Builder:
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
-        """Forward and recompute of a unit, the same under every strategy."""
+        """Forward and recompute of a unit, the same under every strategy; backward of a layer, the same on every stage."""
         self.parts: dict[object, Seq] = {}
         self.slots: dict[tuple[str, str], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
@@ -333,11 +333,12 @@ class Builder:
                      for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *(node.extra if node.kind != "matmul" else ())))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
-        """A unit's own backward, with what happens to its gradients as they appear."""
+        """A unit's own backward, with what happens to its gradients as they appear; that of a layer is the same on every stage."""
         key = (unit, "backward", borrowed, self.strategy.gradient_key(micro, variant))
-        if key not in self.blocks:
-            self.block(key, unit, "backward", self._with_gradients(unit, index, micro, borrowed))
-        return self.blocks[key]
+        blocks = self.cores if unit == LAYER else self.blocks
+        if key not in blocks:
+            blocks[key] = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)))
+        return blocks[key]
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
         s = self.strategy

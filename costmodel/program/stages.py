@@ -16,23 +16,24 @@ from costmodel.spec import DTYPE_BYTES, Run
 class PipelineRank:
     """One pipeline rank: its slots, its stages, and what surrounds the micro-batches."""
 
-    counts: tuple[tuple[Slot, int], ...]
-    """How often it runs each slot."""
     builders: dict[int, Builder]
     """By stage."""
     before: Seq
     after: Seq
     """A steady step: what happens when the last micro-batch is done (gradients reduced, parameters updated)."""
+    parts: Seq
+    """A steady step by what it runs, not by when; ranks that run the same have the same object."""
+    last: Slot
+    """What it runs last of the schedule."""
 
     def part(self, slot: Slot) -> Seq:
         """The program of a slot."""
-        builder = self.builders[slot.stage]
-        return builder.forward_slot(slot.micro) if slot.kind == FORWARD else builder.backward_slot(slot.micro)
+        return _part(self.builders, slot)
 
-    @property
-    def parts(self) -> Seq:
-        """A steady step by what it runs, not by when."""
-        return Seq(((self.before, 1), *((self.part(slot), n) for slot, n in self.counts), (self.after, 1)))
+
+def _part(builders: dict[int, Builder], slot: Slot) -> Seq:
+    builder = builders[slot.stage]
+    return builder.forward_slot(slot.micro) if slot.kind == FORWARD else builder.backward_slot(slot.micro)
 
 
 def build_pipeline(run: Run) -> Program:
@@ -55,6 +56,12 @@ def build_pipeline(run: Run) -> Program:
     assert like is not None
     ranks, roles = [], []
     around: dict[tuple[int, ...], tuple[Seq, Seq, Seq, Seq]] = {}
+    same: dict[tuple[tuple[int, int], ...], Seq] = {}
+    """Sequences by the identity of their parts, so that equal ones are one object and are read once."""
+
+    def one(parts: list[tuple[Seq, int]]) -> Seq:
+        return same.setdefault(tuple([(id(part), n) for part, n in parts]), Seq(tuple(parts)))
+
     for r in range(p.pp):
         mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
         order = p.schedule, p.pp, p.virtual_stages, m, r
@@ -62,11 +69,11 @@ def build_pipeline(run: Run) -> Program:
         if alike not in around:
             around[alike] = (_before(run, mine, False), _after(run, mine, False), _before(run, mine, True), _after(run, mine, True))
         before, after, first_before, first_after = around[alike]
-        rank = PipelineRank(slot_counts(*order), mine, before, after)
-        middle = Seq(tuple((Seq(tuple((rank.part(slot), 1) for slot in slots)), count) for slots, count in slot_pattern(*order)))
+        parts = one([(before, 1), *((_part(mine, slot), n) for slot, n in slot_counts(*order)), (after, 1)])
+        middle = Seq(tuple([(one([(_part(mine, slot), 1) for slot in slots]), count) for slots, count in slot_pattern(*order)]))
         role = f"pipeline rank {r}"
         step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
-        ranks.append(rank)
+        ranks.append(PipelineRank(mine, before, after, parts, slot_pattern(*order)[-1][0][-1]))
         roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())

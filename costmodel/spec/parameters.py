@@ -1,5 +1,6 @@
 """The parameter tensors of a model: names, shapes, and which unit of the network holds them."""
 
+from math import prod
 from typing import NamedTuple
 
 from costmodel.spec.model import Model
@@ -13,10 +14,7 @@ class Param(NamedTuple):
 
     @property
     def numel(self) -> int:
-        n = 1
-        for d in self.shape:
-            n *= d
-        return n
+        return prod(self.shape)
 
 
 def _norm(model: Model, name: str, width: int) -> list[Param]:

@@ -42,3 +42,21 @@ def test_the_share_falls_through_predict_as_well(schedule: str) -> None:
         times = [role.time for role in predict(run, scaling=False).roles if role.time]
         shares.append(max(t.bubble_s / t.step_s for t in times))
     assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 1}, {"zero": 0, "overlap_grad_reduce": False}, {"zero": 1, "overlap_grad_reduce": False}])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_megatron_reduces_the_gradients_of_all_stages_at_once(plan: dict[str, int], virtual_stages: int) -> None:
+    """Each stage has sent its gradient on before it waits for its reductions (core/pipeline_parallel/schedules.py calls
+    finalize_model_grads last): data parallelism adds the reductions of one rank, not those of all stages one after the other."""
+    schedule = {"schedule": "interleaved", "virtual_stages": 2} if virtual_stages == 2 else {}
+    model = {"layers": 16, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 256, "tied_embeddings": False}
+    steps, sent, slower = [], 0.0, 0.0
+    for dp in (1, 8):  # in one NVLink domain: messages cross the same link
+        run = build_run(model=model, cluster={"gpus": 8 * dp, "gpu": "gb200"}, plan={"framework": "megatron", "pp": 8, **plan, **schedule},
+                        recipe={"grad_accum": 16})
+        times = [role.time for role in predict(run, scaling=False).roles if role.time]
+        steps.append(max(t.step_s - t.breakdown.get("stragglers", 0.0) for t in times))
+        sent = max(sum(s for axis, s in t.communication_s.items() if axis.startswith("dp")) for t in times)
+        slower = max(t.breakdown.get("contention", 0.0) for t in times)
+    assert steps[0] < steps[1] < steps[0] + sent + 8 * slower

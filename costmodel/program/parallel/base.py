@@ -79,8 +79,9 @@ class Strategy:
         return None
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        """Equal where `on_grad` does the same: for layers of that variant, in that class of micro-batch."""
-        return (micro in (ONLY, FIRST), variant)
+        """Equal where `on_grad` does the same to a unit's gradients: for layers of that variant, in that class of micro-batch, on any
+        stage of a pipeline, and under any strategy."""
+        return ("accumulate", micro in (ONLY, FIRST))
 
     def begin_step(self, first: bool) -> list[Op]:
         """zero_grad(set_to_none=True): the gradients of the previous step go."""

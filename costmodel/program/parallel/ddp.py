@@ -143,7 +143,7 @@ class Bucketed(Strategy):
         return LAST if micro == MIDDLE and self.syncs(micro) else micro
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return (micro, variant)
+        return (self.name, micro, variant) if self.syncs(micro) else super().gradient_key(micro, variant)
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         if phase != "backward" or not self.syncs(micro):

@@ -69,6 +69,9 @@ class DeepSpeedZero(Bucketed):
     def syncs(self, micro: str) -> bool:
         return self.stage >= 2 or super().syncs(micro)
 
+    def gradient_key(self, micro: str, variant: object) -> object:
+        return (self.name, micro, variant)
+
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         if self.keeps_whole_gradients:
             allocs, ops = super().on_grad(unit, index, ready, micro)

@@ -135,7 +135,7 @@ class FSDP(Strategy):
         return ["first" if rest else "only", *rest]
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return None
+        return self.name
 
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         """Gather, then let the gather stream wait until the previous layer's copy-out is done, then copy out.

@@ -65,7 +65,7 @@ class MegatronDP(Bucketed):
         return micro if self.syncs(micro) else MIDDLE
 
     def gradient_key(self, micro: str, variant: object) -> object:
-        return (self.syncs(micro), variant)
+        return (self.name, self.syncs(micro), variant)
 
     def syncs(self, micro: str) -> bool:
         return micro in (ONLY, LAST) and self.n > 1
@@ -92,11 +92,18 @@ class MegatronDP(Bucketed):
         return collective(self.axis, kind, self.n, size, self.precision.reduce, event=event, name=f"bucket.{kind.replace('-', '_')}")
 
     def backward_end(self, micro: str) -> list[Op]:
-        if not self.syncs(micro):
+        """A pipeline's stage first sends its gradient on: its reductions are waited for when all micro-batches are done."""
+        if not self.syncs(micro) or self.plan.pp > 1:
             return []
         if self.plan.overlap_grad_reduce:
             return [Op("megatron.wait", "wait", kernels=0, event="grads")]
         return [self._reduce(size, "") for size in self.buckets.sizes]
+
+    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
+        """core/distributed/finalize_model_grads.py, which the schedules call last."""
+        if self.n == 1 or self.plan.overlap_grad_reduce:
+            return []
+        return repeated(self.buckets.sizes, lambda size: self._reduce(size, ""))
 
     @property
     def late_norms(self) -> bool:
