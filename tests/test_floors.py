@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[frozenset[str], ...] = tuple(frozenset(names.split()) for names in (
-    "spec", "report", "catalog", "inputs program", "changes cost memory", "simulate mesh", "timing", "prediction", "waterfall",
-    "comparison explain solve records formats", "render", "cli"))
+    "spec", "report", "catalog", "inputs program", "changes cost memory", "simulate mesh", "timing", "prediction timeline", "solve waterfall",
+    "advice", "comparison explain oom records formats", "render", "cli"))
 """Lowest first; rooms of one floor do not import one another."""
 SHARED_CLI = ("cli.options", "cli.files", "cli.guard")
 """Pieces of the command line that every command with a run uses: they know no prediction."""
@@ -83,6 +83,13 @@ def test_costmodel_imports_nothing_heavy_and_no_package_above_it(path: Path) -> 
 def test_execute_uses_no_prediction(path: Path) -> None:
     allowed = {*EXECUTE_MAY_USE, *(["prediction"] if module_name(path) in EXECUTE_COMPARES else [])}
     assert rooms_used(path) <= allowed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tui").rglob("*.py")), ids=module_name)
+def test_the_explorer_stands_on_costmodel_alone(path: Path) -> None:
+    """What execute and calibrate do, it starts as a subprocess."""
+    tops = {name.partition(".")[0] for name in imports(path)}
+    assert tops.isdisjoint({"execute", "calibrate", "torch", "scipy"})
 
 
 def loaded_by(code: str) -> set[str]:

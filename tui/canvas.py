@@ -1,6 +1,7 @@
 """A widget that paints lines, and repaints only those that changed."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -14,7 +15,8 @@ MEMORY = "PGMOACTFSX"
 STEP = "MAERtdrpkhiOsf"
 PHASES = "FRBiOsf"
 STYLES = frozenset({
-    "bold", "dim", "good", "warn", "bad", "accent", "head", "key", "cursor", "cursor-off", "tab", "tab-on", "bar", "free", "loss", "gain", "fits", "risky", "invalid",
+    "bold", "dim", "good", "warn", "bad", "accent", "head", "key", "cursor", "cursor-off", "tab", "tab-on", "bar",
+    "free", "loss", "gain", "fits", "risky", "invalid",
     "base", "line-a", "line-b", "line-c", "line-d", "line-e", "line-m", "comm", "host", "idle", "exposed", "other",
     *(f"m-{letter}" for letter in MEMORY), *(f"t-{letter}" for letter in STEP), *(f"p-{letter}" for letter in PHASES)})
 
@@ -22,7 +24,7 @@ STYLES = frozenset({
 class Canvas(Widget):
     """Shows lines. A change of their number changes no layout: the height is that of the widget, or set by `auto` in a scroll view."""
 
-    COMPONENT_CLASSES = set(STYLES)
+    COMPONENT_CLASSES: ClassVar[set[str]] = set(STYLES)
 
     def __init__(self, *, id: str | None = None, classes: str | None = None, auto: bool = False) -> None:
         super().__init__(id=id, classes=classes)

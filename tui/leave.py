@@ -78,7 +78,10 @@ def command_line(run: Run, profile: str | None = None) -> str:
     """The command that predicts this run."""
     flags = {flag.field: flag for flag in FLAGS}
     words = ["costmodel", "predict"]
-    for path, value in _paths(plain_input(run, profile), ""):
+    given = plain_input(run, profile)
+    if "accelerator" in given["cluster"]:  # a cluster of one's own goes whole: its fields follow from nothing
+        words += ["--set", f"cluster={toml(given.pop('cluster'))}"]
+    for path, value in _paths(given, ""):
         flag = flags.get(path)
         if flag is None or isinstance(value, list):
             words += ["--set", f"{path}={value if isinstance(value, str) and _BARE.fullmatch(value) and not _number(value) else toml(value)}"]

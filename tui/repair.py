@@ -17,7 +17,8 @@ TRIES = 40
 """Runs that one search may try."""
 SECTIONS = {"plan": frozenset(Plan.model_fields), "recipe": frozenset(Recipe.model_fields), "model": frozenset(Model.model_fields),
             "cluster": frozenset({"gpus", "nodes", "gpus_per_node", "gpu", "name"})}
-_ASSIGNED = re.compile(r"(?:--)?\b([a-z][a-z_.-]*)(?: (?:=|<=) | )\"?((?!=)[\w.:-]*\w)\"?((?:(?:, | or )(?:or )?\"?[\w.:-]*\w\"?(?! =))*)")
+_ASSIGNED = re.compile(r'(?:--([a-z][a-z-]*) |\b([a-z][a-z_.]*) <?= )"?([\w.:-]*\w)"?(?:,? or ([\w.:-]*\w)\b(?! <?=))?')
+"""A field with a value, or with either of two: `zero = 3`, `zero = 3 or 0`, `--gpus 64`."""
 _WORD = re.compile(r"[\w.:-]*\w")
 
 
@@ -25,13 +26,10 @@ def suggestions(error: PlanError) -> Iterator[dict[str, Any]]:
     """Single changes that the words of an error name, in their order."""
     own = error.field.partition(".")[0]
     seen: list[dict[str, Any]] = []
-    for match in _ASSIGNED.finditer(error.fix.replace("--", "")):
-        path = _path(match[1].replace("-", "_"), own)
-        if path is None:
-            continue
-        for word in (match[2], *_WORD.findall(match[3])):
-            if word != "or":
-                seen.append({path: _value(word)})
+    for match in _ASSIGNED.finditer(error.fix):
+        path = _path((match[1] or match[2]).replace("-", "_"), own)
+        if path is not None:
+            seen += [{path: _value(word)} for word in (match[3], match[4]) if word]
     if error.field.count(".") == 1:
         seen += [{error.field: _value(word)} for word in _WORD.findall(error.fix.removeprefix("Use ")) if word not in ("or", "one", "of", "in", "with")]
     for i, change in enumerate(seen):

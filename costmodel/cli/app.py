@@ -11,6 +11,7 @@ from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debu
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
+from costmodel.cli.tui import tui
 from costmodel.cli.waterfall import waterfall
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def predict(
 
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
+app.command(cls=SectionedCommand)(tui)
 app.command(cls=SectionedCommand)(waterfall)
 
 
