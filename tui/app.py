@@ -4,6 +4,7 @@ A key changes the state and paints at once: nothing on that path posts a message
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,9 @@ from tui.leave import as_toml, command_line
 from tui.lines import Line, Span, bold, dim, length, line, wrapped
 from tui.presets import PRESETS, START
 from tui.state import State, attempt, dismissed, opened, stepped, undone
+from tui.tour import STOPS, Figures
 from tui.views.explore import Proposal, gib, held, said
+from tui.views.guide import panel
 from tui.views.panes import PANES, Pane
 
 NARROW = 100
@@ -50,6 +53,9 @@ class Explorer(App[None]):
         Binding("tab,shift+tab", "other_pane", "form or view", id="other_pane", priority=False),
         Binding("escape", "back", "back", id="back"),
         Binding("delete", "unpin", "unpin", id="unpin"),
+        Binding("left_square_bracket", "tour_move(-1)", "stop before", id="tour.back"),
+        Binding("right_square_bracket", "tour_move(1)", "next stop", id="tour.next"),
+        Binding("a", "answer", "answer", id="tour.answer"),
     ]
 
     def __init__(self, given: Mapping[str, Any] | None = None, profile: str | None = None) -> None:
@@ -57,6 +63,11 @@ class Explorer(App[None]):
         self.state: State = opened(given if given is not None else START, profile)
         self.keep: Keep = "micro_batch"
         self.proposal: Proposal | None = None
+        self.own: State | None = None
+        """One's own state while the tour is open."""
+        self.stop = 0
+        self.said: str | None = None
+        """The answer to the question of the stop."""
 
     # -- what is on the screen -------------------------------------------------------------------------------------------------
 
@@ -93,6 +104,8 @@ class Explorer(App[None]):
         root.query_one(f"#{self.view}", Pane).paint(self.state, self.proposal)
         root.query_one("#tabs", Canvas).show([self.tab_line()])
         root.query_one("#keys", Canvas).show([self.key_line()])
+        if self.own is not None:
+            root.query_one("#tour", Canvas).show(panel(self.stop, self.said, self.size.width - 2))
 
     def tab_line(self) -> Line:
         width = self.size.width
@@ -166,11 +179,12 @@ class Explorer(App[None]):
         kept = "the global batch stays, accumulation follows" if self.keep == "global_batch" else "micro-batch and accumulation stay, the global batch follows"
         self.notify(f"When dp moves: {kept}.")
 
-    def action_back(self) -> None:
-        if self.has_class("touring"):
-            self.action_tour()
-        else:
+    async def action_back(self) -> None:
+        """Drop a failed change; else leave the tour."""
+        if self.state.problem:
             self.become(dismissed(self.state))
+        elif self.own is not None:
+            await self.action_tour()
 
     # -- views -----------------------------------------------------------------------------------------------------------------
 
@@ -283,11 +297,11 @@ class Explorer(App[None]):
         """The palette: every key, every view, every field."""
         yield from super().get_system_commands(screen)
         for key in KEYS:
-            yield SystemCommand(f"{key.says.capitalize()} ({key.shown})", key.does, getattr(self, f"action_{key.action}"))
+            yield SystemCommand(f"{key.says.capitalize()} ({key.shown})", key.does, partial(self.run_action, key.action))
         for name, label in VIEWS:
-            yield SystemCommand(f"View: {label}", f"Show {label}", lambda name=name: self.run_worker(self.action_view(name)))
+            yield SystemCommand(f"View: {label}", f"Show {label}", partial(self.run_action, f"view('{name}')"))
         for field in FIELDS:
-            yield SystemCommand(f"Set {field.label}", field.help, lambda path=field.path: self.action_choose(path))
+            yield SystemCommand(f"Set {field.label}", field.help, partial(self.action_choose, field.path))
 
     # -- filled by later parts -----------------------------------------------------------------------------------------------------
 
@@ -297,8 +311,39 @@ class Explorer(App[None]):
     def action_unpin(self) -> None:
         self.notify("Not yet.")
 
-    def action_tour(self) -> None:
-        self.notify("Not yet.")
+    # -- the tour --------------------------------------------------------------------------------------------------------------
+
+    async def action_tour(self) -> None:
+        """Open the tour where it was left, or close it; closing brings one's own run back."""
+        if self.own is not None:
+            own, self.own = self.own, None
+            self.remove_class("touring")
+            self.become(own)
+        else:
+            await self.action_view("explore")
+            self.own = dismissed(self.state)
+            self.add_class("touring")
+            self.stop_at(self.stop)
+        self.call_after_refresh(self.paint)
+
+    def stop_at(self, stop: int) -> None:
+        """Set the run of a stop."""
+        self.stop, self.said = stop, None
+        self.become(opened(STOPS[stop].given))
+
+    def action_tour_move(self, by: int) -> None:
+        if self.own is not None and 0 <= self.stop + by < len(STOPS):
+            self.stop_at(self.stop + by)
+
+    def action_answer(self) -> None:
+        """Make the change that the question asks about, and say what the figures show."""
+        if self.own is None:
+            return
+        stop = STOPS[self.stop]
+        before = opened(stop.given)
+        after = attempt(before, stop.then)
+        self.said = stop.answer(Figures(before.run, before.report), Figures(after.run, after.report))
+        self.become(after)
 
 
 def help_page(width: int) -> list[Line]:

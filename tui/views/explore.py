@@ -27,6 +27,7 @@ WORK: tuple[tuple[str, str, str], ...] = (
 PHASES: tuple[tuple[str, str, str], ...] = (
     ("F", "forward", "forward"), ("R", "recompute", "recompute"), ("B", "backward", "backward"), ("·", "bubble", "bubble"), ("O", "optimizer", "optimizer"),
     ("s", "stragglers", "stragglers"), ("f", "fixed", "fixed"))
+SHORT_ROLES = {"every rank": "all", "fullest shard": "most", "emptiest shard": "least"}
 SMALL_LOSS = 0.03
 """Of MFU: below it, losses join in one bar where rows are scarce."""
 
@@ -52,7 +53,7 @@ class Size(NamedTuple):
     @property
     def roles(self) -> int:
         """Rows kept for rank roles, whatever the run."""
-        return 4 if self.height < 30 else 6 if self.height < 45 else 8
+        return 3 if self.height < 18 else 4 if self.height < 30 else 6 if self.height < 45 else 8
 
 
 def explore(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
@@ -74,7 +75,7 @@ def explore(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
 
 def role_name(role: RoleReport) -> str:
     """pp0 for pipeline rank 0; `all` where every rank runs one program."""
-    return role.role.replace("pipeline rank ", "pp").replace("every rank", "all")
+    return SHORT_ROLES.get(role.role, role.role.replace("pipeline rank ", "pp"))
 
 
 def gib(n_bytes: float) -> str:
@@ -158,7 +159,7 @@ def parts_of(m: MemoryReport) -> Parts:
 
 
 def memory(report: StepReport, size: Size) -> list[Line]:
-    """A bar for each rank role against the capacity; with one role alone, also its peak in each phase."""
+    """A bar for each rank role against the capacity; where rows are left, also the fullest one's peak in each phase."""
     roles = [r for r in report.roles if r.memory]
     if not roles:
         return []
@@ -182,8 +183,8 @@ def memory(report: StepReport, size: Size) -> list[Line]:
         rows.append([Span(f"{mark}{name:<10}"[:11], "bold" if role is fullest else ""), *against(parts_of(m), bar, capacity, "m-"),
                      Span(f"{gib(held(m)):>7} ", "bold"), Span(f"{(m.headroom_bytes or 0) / GIB:+,.1f}".rjust(5),
                                                                "good" if (m.headroom_bytes or 0) >= 0 else "bad")])
-    if len(roles) == 1:
-        for phase, peak in list(fullest.memory.phases.items())[:max(0, size.roles - 1)]:
+    if len(roles) < size.roles:
+        for phase, peak in list(fullest.memory.phases.items())[:size.roles - len(roles)]:
             letters = [(letter, peak.by_category.get(name, 0)) for letter, name, _ in MEMORY]
             rows.append([dim(f" {phase.removesuffix(' step'):<10}"[:11]), *against(letters, bar, capacity, "m-"), dim(f"{gib(peak.total_bytes):>7}")])
     rows += [[] for _ in range(size.roles + 1 - len(rows))]
