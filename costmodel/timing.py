@@ -1,6 +1,7 @@
 """From clocks to a TimeReport: what each second of a step was for, without and with a pipeline."""
 
 import math
+from collections.abc import Callable
 
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
@@ -75,8 +76,25 @@ class _Slot:
         self.parts, self.flops, self.host = busy(block_counts(part, seen), scan)
         _add(self.parts, _waits(clocks))
         self.phases, self.comm, self.exposed = clocks.phases, clocks.comm, _exposed(clocks)
-        self.tail, self.tail_axis = max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
-        """How long, and which, a stream is still busy when its last kernel is done; messages to other stages left out."""
+        self.tail, self.tail_axis = tail_of(clocks)
+
+
+def tail_of(clocks: Clocks) -> tuple[float, str]:
+    """How long, and which, a stream is still busy when a slot's last kernel is done; messages to other stages left out."""
+    return max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
+
+
+def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[Part], float]) -> tuple[list[float], list[float]]:
+    """The schedule of a run's micro-batches, given the seconds of a slot: when each rank is done, and the end of every action by its index."""
+    p, m = run.plan, run.micro_batches
+    stages = p.pp * p.virtual_stages
+    durations: dict[str, list[float]] = {}
+    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
+        durations[name] = [seconds(ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
+    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
+    message = next(iter(ranks[0].builders.values())).links.message
+    transfer = prices.seconds_of("pp", "send", message, p.pp)
+    return pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
 
 
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
@@ -86,7 +104,6 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
     ranks have drained, and what the last backward of each left in flight is done, gradients are reduced and parameters updated; the
     slowest rank sets the pace of both.
     """
-    p, m = run.plan, run.micro_batches
     ranks: tuple[PipelineRank, ...] = program.pipeline
     slots: dict[int, _Slot] = {}
 
@@ -95,14 +112,7 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    stages = p.pp * p.virtual_stages
-    durations: dict[str, list[float]] = {}
-    for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [priced(ranks[s % p.pp].part(Slot(kind, s, name))).seconds for s in range(stages) for kind in (FORWARD, BACKWARD)]
-    first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
-    message = next(iter(ranks[0].builders.values())).links.message
-    transfer = prices.seconds_of("pp", "send", message, p.pp)
-    ends = pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
+    ends = paced(run, ranks, prices, lambda part: priced(part).seconds)[0]
     drained = max(ends)
     final = [priced(rank.part(rank.last)) for rank in ranks]
     done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.cli import listing
+from costmodel.cli.compare import compare
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
+from costmodel.cli.trace import trace
 from costmodel.cli.tui import tui
 from costmodel.cli.waterfall import waterfall
 
@@ -79,7 +81,9 @@ def predict(
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(tui)
+app.command(cls=SectionedCommand)(trace)
 app.command(cls=SectionedCommand)(waterfall)
+app.command(cls=SectionedCommand)(compare)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:

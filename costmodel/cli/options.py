@@ -6,9 +6,10 @@ command the options and hands it a `Given`, which remembers who wrote which fiel
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field as default
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -117,6 +118,22 @@ class Given:
     origins: dict[str, Origin]
     file: Path | None = None
     """The run file it came from."""
+    flags: Mapping[str, Any] = default(default_factory=dict)
+    """What was written behind each flag, by field."""
+    settings: tuple[str, ...] = ()
+
+    def on(self, file: Path) -> "Given":
+        """The same flags on another run file."""
+        return collect(file, self.flags, self.settings)
+
+    def changed(self, text: str) -> "Given":
+        """This run with more flags, written as on a command line, which override what was given."""
+        import copy
+        flags, settings = parsed(text)
+        origins = {path: origin if not origin.holds_value else Origin(flag_of(path), False) for path, origin in self.origins.items()}
+        mapping = copy.deepcopy(self.mapping)
+        _merge(mapping, origins, flags, settings)
+        return Given(mapping, origins, self.file)
 
     def read_from(self, path: Path) -> bool:
         """Whether the run was read from this very file."""
@@ -194,7 +211,7 @@ class Given:
         return origin.text if origin.holds_value else f"{origin.text} = {shown(value)}"
 
 
-def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]) -> Given:
+def collect(run_file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) -> Given:
     """Merge a run file, flags by field and `--set` assignments; the later override the earlier."""
     mapping: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
@@ -202,6 +219,12 @@ def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]
         from costmodel.cli.files import read_run_file
         mapping = read_run_file(run_file)
         origins = {path: Origin(f"{run_file}: {path}", False) for path in _paths(mapping)}
+    _merge(mapping, origins, flags, settings)
+    return Given(mapping, origins, run_file, flags, tuple(settings))
+
+
+def _merge(mapping: dict[str, Any], origins: dict[str, Origin], flags: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Put flags and settings on top of what is there."""
     if "params" in flags and "model" in flags:
         raise InputError(f"--params {flags['params']} and --model {flags['model']}: a run has one model. Give one of the two.")
     for field, written in flags.items():
@@ -218,7 +241,34 @@ def collect(run_file: Path | None, flags: Mapping[str, Any], settings: list[str]
         value = toml_scalar(written.strip())
         _drop_rivals(mapping, origins, field, value)
         _assign(mapping, origins, field, value, Origin(f"--set {field}={shown(written)}", True))
-    return Given(mapping, origins, run_file)
+
+
+def parsed(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Flags of a run and `--set` assignments, written as on a command line: by field what is behind each, and the assignments."""
+    import shlex
+    names = {flag.name: (flag, True) for flag in FLAGS} | {f"--no-{flag.name[2:]}": (flag, False) for flag in FLAGS if flag.kind == "switch"}
+    try:
+        words = iter(shlex.split(text))
+    except ValueError as error:
+        raise InputError(f"{shown(text)}: {error}.") from None
+    flags: dict[str, Any] = {}
+    settings: list[str] = []
+    for word in words:
+        name, equals, written = word.partition("=")
+        flag, on = names.get(name, (None, True))
+        if flag is None and name != "--set":
+            raise InputError(f"{shown(text)}: {shown(word)} is not an option of a run. Write it like --gpus 16, or --set plan.tp=4.")
+        if flag is not None and flag.kind == "switch":
+            flags[flag.field] = on
+            continue
+        value = written if equals else next(words, None)
+        if value is None:
+            raise InputError(f"{shown(text)}: {name} needs a value.")
+        if flag is None:
+            settings.append(value)
+        else:
+            flags[flag.field] = value
+    return flags, settings
 
 
 def also(given: Given, field: str, value: Any, text: str) -> Given:
@@ -226,7 +276,7 @@ def also(given: Given, field: str, value: Any, text: str) -> Given:
     import copy
     mapping, origins = copy.deepcopy(given.mapping), dict(given.origins)
     _assign(mapping, origins, field, value, Origin(text, True))
-    return Given(mapping, origins, given.file)
+    return Given(mapping, origins, given.file, given.flags, given.settings)
 
 
 def toml_scalar(text: str) -> Any:

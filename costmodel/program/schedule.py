@@ -152,8 +152,8 @@ def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
 
 
 def pace(steps: Sequence[Step], p: int, m: int, durations: Sequence[float], first: Sequence[float], last: Sequence[float],
-         transfer: float) -> list[float]:
-    """When each rank has done its last action: start = max(rank is free, what it needs has arrived).
+         transfer: float) -> tuple[list[float], list[float]]:
+    """When each rank has done its last action, and the end of every action by its index: start = max(rank is free, what it needs has arrived).
 
     durations[key] are seconds of an action; `first` and `last` those of micro-batch 0 and m - 1.
     """
@@ -168,7 +168,7 @@ def pace(steps: Sequence[Step], p: int, m: int, durations: Sequence[float], firs
                 start = arrives
         seconds = durations[key] if 0 < micro < final else (first[key] if micro == 0 else last[key])
         ends[own] = free[rank] = start + seconds
-    return free
+    return free, ends
 
 
 def grid(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 1.0) -> list[list[Cell]]:
