@@ -12,6 +12,7 @@ from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debu
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
+from costmodel.cli.solve import solve
 from costmodel.cli.trace import trace
 from costmodel.cli.tui import tui
 from costmodel.cli.waterfall import waterfall
@@ -84,6 +85,7 @@ app.command(cls=SectionedCommand)(tui)
 app.command(cls=SectionedCommand)(trace)
 app.command(cls=SectionedCommand)(waterfall)
 app.command(cls=SectionedCommand)(compare)
+app.command(cls=SectionedCommand)(solve)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:

@@ -103,6 +103,35 @@ def as_flags(advice: str) -> str:
     return re.sub(r'\b([a-z_]+) = ("[^"]*"|[\w-]+)', flag, advice)
 
 
+def written(changes: Mapping[str, Any]) -> str:
+    """Changed fields as somebody writes them on the command line: "--tp 4 --set plan.reshard_after_forward=false"."""
+    words = []
+    for field, value in changes.items():
+        flag, text = _BY_FIELD.get(field), toml_text(value)
+        if flag is not None and flag.kind == "switch":
+            words.append(flag.name if value else f"--no-{flag.name[2:]}")
+        elif flag is not None:
+            words.append(f"{flag.name} {text}")
+        else:
+            words.append(f"--set {field}={text}" if isinstance(value, bool | int | float | str) else f"--set '{field}={text}'")
+    return " ".join(words)
+
+
+def toml_text(value: Any) -> str:
+    """A value as `--set` takes it; words stand bare."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_quoted(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_quoted(inner) for inner in value) + "]"
+    return str(value)
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else toml_text(value)
+
+
 class Origin(NamedTuple):
     """Where a field's value was written: the text to show, and whether that text already holds the value."""
 

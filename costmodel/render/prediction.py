@@ -95,7 +95,7 @@ def _run(run: Run, profile: str, page: Page) -> None:
         ("numbers", _numbers(run.recipe)),
         ("optimizer", _optimizer(run.recipe)),
         ("kernels", _kernels(run)),
-        ("checkpointing", _checkpointing(run.plan)),
+        ("checkpointing", checkpointing(run.plan)),
         *([("profile", profile)] if profile else []),
     ])
 
@@ -154,7 +154,7 @@ def _on(flag: bool) -> str:
     return "on" if flag else "off"
 
 
-def _checkpointing(p: Plan) -> str:
+def checkpointing(p: Plan) -> str:
     c = p.checkpointing
     if c.mode == "full":
         return "full" + (f", groups of {c.group} layers" if c.group > 1 else "") + (f", each {c.every}. layer" if c.every > 1 else "")

@@ -1,0 +1,63 @@
+"""`costmodel solve`: what it says, its JSON, its exit codes, and bad input."""
+
+import json
+
+import pytest
+from calling import call, error
+
+ONE_B = "solve --params 1B --gpus 8 --zero 3"
+
+
+def test_the_answer_its_neighbour_and_what_binds() -> None:
+    result = call(f"{ONE_B} --max micro_batch", COLUMNS="80")
+    assert result.exit_code == 0, result.output
+    assert "LARGEST MICRO-BATCH that fits" in result.stdout
+    lines = result.stdout.splitlines()
+    answer, beyond = (next(line.split() for line in lines if words in line) for words in ("the answer", "the next"))
+    assert int(beyond[0]) == int(answer[0]) + 1
+    assert answer[-1] == "fits"
+    assert "activations" in result.stdout
+    assert f"--micro-batch {answer[0]}" in result.stdout
+    assert max(len(line) for line in lines) <= 80
+
+
+def test_what_it_says_to_use_gives_the_promised_figure() -> None:
+    found = json.loads(call(f"{ONE_B} --max seq_len --json").stdout)["solution"]
+    asked = json.loads(call(f"predict --params 1B --gpus 8 --zero 3 --seq-len {found['value']} --json").stdout)["report"]
+    for report in (found["report"], asked):
+        report.pop("scaling")
+    assert found["report"] == asked
+    assert found["bound"]["kind"] == "memory"
+
+
+def test_nothing_fits_is_exit_3_and_says_why() -> None:
+    """torchtitan issue 620: no batch and no checkpointing helps where the model state alone is larger than the device."""
+    result = call("solve --model llama-3-8b --gpu rtx_a6000 --gpus 2 --strategy fsdp --checkpointing full --max micro_batch")
+    assert result.exit_code == 3
+    assert "the model state alone (59.83 GiB" in result.stdout
+
+
+def test_plans_are_counted_and_the_first_is_written_as_flags() -> None:
+    line = "--params 1B --gpus 8 --zero 3 --global-batch 32"
+    found = json.loads(call(f"solve {line} --plans --top 3 --json").stdout)["plans"]
+    assert len(found["best"]) == 3
+    assert found["candidates"] == found["fit"] + found["too_large"] + found["refused"] + found["pruned"]
+    text = call(f"solve {line} --plans --top 3").stdout
+    flags = next(row for row in text.splitlines() if row.startswith("  use")).removeprefix("  use").strip()
+    derived = json.loads(call(f"predict {line} {flags} --json").stdout)["report"]["derived"]
+    assert derived["tokens_per_s"] == found["best"][0]["tokens_per_s"]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("solve --params 1B", "one question at a time"),
+    ("solve --params 1B --max micro_batch --min gpus", "--max and --min: one question at a time"),
+    ("solve --params 1B --max heads", "--max heads: is not sought. Use --max micro_batch"),
+    ("solve --params 1B --min nodes", "--min nodes: is not sought. Use --min gpus."),
+    ("solve --params 1B --max layers --top 3", "goes with --plans"),
+    ("solve --params 1B --plans --top 0", "must be at least 1"),
+    ("solve --params 1B --plans --top many", "must be a whole number"),
+    ("solve --max micro_batch", "a run needs a model"),
+    ("solve --model mixtral-8x7b --gpus 8 --max micro_batch", "mixture of experts"),
+])
+def test_bad_input_is_one_message(line: str, message: str) -> None:
+    assert message in error(line)
