@@ -8,6 +8,7 @@ import typer
 
 from costmodel.cli import listing
 from costmodel.cli.compare import compare
+from costmodel.cli.explain import explain
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
 from costmodel.cli.mesh import mesh
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
@@ -83,6 +84,7 @@ app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(tui)
 app.command(cls=SectionedCommand)(trace)
+app.command(cls=SectionedCommand)(explain)
 app.command(cls=SectionedCommand)(waterfall)
 app.command(cls=SectionedCommand)(compare)
 app.command(cls=SectionedCommand)(solve)
