@@ -2,6 +2,7 @@
 
     changed(run, {"plan.tp": 4})                                 dp follows, the GPUs stay
     changed(run, {"cluster.gpus": 64}, keep="global_batch")      dp and the accumulation follow
+    changed(run, {"recipe.precision.optimizer_state": "bf16"})   a field inside a table
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from costmodel import catalog
 from costmodel.inputs import DEFAULT_LOSS_CHUNKS, checkpointing_word, fields_of, optimizer_word, resolve
-from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run
+from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
 from costmodel.spec.run import INTERLEAVED
 
@@ -44,6 +45,7 @@ def changed(run: Run, changes: Mapping[str, Any], keep: Keep = "micro_batch") ->
         given["model"] = model[""] if "" in model else {**fields_of(run.model, model), **model}
     if cluster:
         given["cluster"] = _changed_cluster(run.cluster, given["cluster"], cluster)
+    plan, recipe = (_with_tables(given[name], changes) for name, changes in (("plan", plan), ("recipe", recipe)))
     given["plan"] = _changed_plan(given["plan"], plan, {**sections, "gpus": given["cluster"].get("gpus")})
     given["recipe"] = _changed_recipe(run, given["recipe"], recipe, keep)
     try:
@@ -153,6 +155,20 @@ def _changed_cluster(cluster: Cluster, named: dict[str, Any], changes: Mapping[s
     levels = [{**level.model_dump(), "domain": gpus if level.domain == cluster.gpus else min(level.domain, gpus)} for level in cluster.levels]
     kept = [level for level, inner in zip(levels, [{"domain": 1}, *levels], strict=False) if level["domain"] > inner["domain"]]
     return {**named, "levels": tuple(kept), **changes}
+
+
+def _with_tables(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes in which a field inside a table ("precision.reduce") has become its whole table."""
+    out: dict[str, Any] = {}
+    for path, value in changes.items():
+        table, _, field = path.partition(".")
+        if not field:
+            out[table] = value
+            continue
+        now = out.get(table, given.get(table, {}))
+        fields = {"base": now} if isinstance(now, str) else now.model_dump() if isinstance(now, Spec) else dict(now)
+        out[table] = {**fields, field: value}
+    return out
 
 
 def _changed_plan(plan: dict[str, Any], changes: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from costmodel.cli.tui import tui
 from costmodel.cli.waterfall import waterfall
 
 if TYPE_CHECKING:
+    from costmodel.advice import Advice
     from costmodel.catalog.profiles import Profile
     from costmodel.inputs import Resolved
     from costmodel.report import StepReport
+    from costmodel.spec import Run
 
 SCHEMA = 1
 app = typer.Typer(name="costmodel", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
@@ -66,10 +68,11 @@ def predict(
     with given.naming():
         profile = load_profile(resolved.run, given.profile)
         report = predict_run(resolved.run, profile)
+        advice = _advice(given, resolved.run) if report.verdict in ("does not fit", "risky") else None
     if as_json or (output is not None and output.suffix.lower() == ".json"):
-        text = as_document(resolved, profile, report)
+        text = as_document(resolved, profile, report, advice)
     else:
-        text = as_text(resolved, profile, report, to_file=output is not None)
+        text = as_text(resolved, profile, report, given, advice, to_file=output is not None)
     if output is None:
         print(text, end="")
     else:
@@ -90,22 +93,36 @@ app.command(cls=SectionedCommand)(compare)
 app.command(cls=SectionedCommand)(solve)
 
 
-def document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> dict[str, Any]:
+def _advice(given: Given, run: "Run") -> "Advice":
+    """What would make a run fit; only worked out for one that does not, or hardly does."""
+    from costmodel.advice import advise
+    return advise(run, given.profile)
+
+
+def document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> dict[str, Any]:
     """A prediction as plain data with stable keys: docs/report.md."""
+    from costmodel.cli.solve import advice_document
     return {"schema": SCHEMA, "run": resolved.run.model_dump(mode="json"), "assumed": resolved.assumed,
-            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict()}
+            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict(),
+            "advice": None if advice is None else advice_document(advice)}
 
 
-def as_document(resolved: "Resolved", profile: "Profile", report: "StepReport") -> str:
+def as_document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> str:
     """The document as JSON."""
     import json
-    return json.dumps(document(resolved, profile, report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(document(resolved, profile, report, advice), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def as_text(resolved: "Resolved", profile: "Profile", report: "StepReport", to_file: bool = False) -> str:
+def as_text(resolved: "Resolved", profile: "Profile", report: "StepReport", given: Given, advice: "Advice | None" = None, to_file: bool = False) -> str:
     """The prediction for people."""
     from costmodel.render.prediction import render
     from costmodel.render.text import Page, screen_width, wants_colour
     page = Page(100) if to_file else Page(screen_width(sys.stdout), wants_colour(sys.stdout))
     assumed = [(flag_of("params" if field == "model" else field), why) for field, why in resolved.assumed.items()]
-    return render(resolved.run, assumed, report, profile.name, page)
+    if advice is None:
+        return render(resolved.run, assumed, report, profile.name, page)
+    from costmodel.cli.written import flags_behind
+    from costmodel.render.advice import fit_section
+    found = advice
+    return render(resolved.run, assumed, report, profile.name, page,
+                  lambda page: fit_section(found, lambda s: flags_behind(given, resolved.run, s.changes, s.run), page))

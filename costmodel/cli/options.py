@@ -78,14 +78,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--profile", "profile", "word", "Machine constants (`costmodel list profiles`). Default: those of the GPU."),
 )
 _PANELS = {"params": MODEL, "model": MODEL, "cluster": MODEL, "profile": MODEL, "plan": SPREAD, "recipe": STEP}
-_BY_FIELD = {flag.field: flag for flag in FLAGS}
+BY_FIELD = {flag.field: flag for flag in FLAGS}
 _BY_LAST_NAME = {flag.field.rpartition(".")[2]: flag for flag in FLAGS}
 
 
 def flag_of(field: str) -> str:
     """How a field is given on the command line: its flag, else `--set field=…`."""
-    if field in _BY_FIELD:
-        return _BY_FIELD[field].name
+    if field in BY_FIELD:
+        return BY_FIELD[field].name
     return f"--set {field}"
 
 
@@ -101,35 +101,6 @@ def as_flags(advice: str) -> str:
         return f"{known.name} {value.strip(chr(34))}"
 
     return re.sub(r'\b([a-z_]+) = ("[^"]*"|[\w-]+)', flag, advice)
-
-
-def written(changes: Mapping[str, Any]) -> str:
-    """Changed fields as somebody writes them on the command line: "--tp 4 --set plan.reshard_after_forward=false"."""
-    words = []
-    for field, value in changes.items():
-        flag, text = _BY_FIELD.get(field), toml_text(value)
-        if flag is not None and flag.kind == "switch":
-            words.append(flag.name if value else f"--no-{flag.name[2:]}")
-        elif flag is not None:
-            words.append(f"{flag.name} {text}")
-        else:
-            words.append(f"--set {field}={text}" if isinstance(value, bool | int | float | str) else f"--set '{field}={text}'")
-    return " ".join(words)
-
-
-def toml_text(value: Any) -> str:
-    """A value as `--set` takes it; words stand bare."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_quoted(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_quoted(inner) for inner in value) + "]"
-    return str(value)
-
-
-def _quoted(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else toml_text(value)
 
 
 class Origin(NamedTuple):
@@ -257,7 +228,7 @@ def _merge(mapping: dict[str, Any], origins: dict[str, Origin], flags: Mapping[s
     if "params" in flags and "model" in flags:
         raise InputError(f"--params {flags['params']} and --model {flags['model']}: a run has one model. Give one of the two.")
     for field, written in flags.items():
-        flag = _BY_FIELD[field]
+        flag = BY_FIELD[field]
         value = flag_value(flag, written)
         text = (flag.name if value else f"--no-{flag.name[2:]}") if flag.kind == "switch" else f"{flag.name} {shown(written)}"
         _drop_rivals(mapping, origins, field, value)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from costmodel.cli.guard import DOES_NOT_FIT, InputError
-from costmodel.cli.options import Flag, Given, flag_value, takes_run, written
+from costmodel.cli.options import Flag, Given, flag_value, takes_run
+from costmodel.cli.written import flags_behind
 
 if TYPE_CHECKING:
+    from costmodel.advice import Advice, Suggestion
     from costmodel.render.text import Page
     from costmodel.report import StepReport
     from costmodel.solve import Choice, Plans, Progress, Solution, Watch
@@ -40,11 +42,11 @@ def solve(
 ) -> None:
     """Find the largest micro-batch, sequence or model that still fits, the fewest GPUs, or the fastest plan.
 
-    Exit code 3: nothing fits.
+    Without a question: what makes the run fit, or where it fits, what makes it faster. Exit code 3: nothing fits.
     """
     asked = [name for name, on in (("--max", maximum), ("--min", minimum), ("--plans", every_plan)) if on]
-    if len(asked) != 1:
-        raise InputError(f"{' and '.join(asked) or 'solve'}: one question at a time. Use --max {', --max '.join(LARGEST)}, --min gpus or --plans.")
+    if len(asked) > 1:
+        raise InputError(f"{' and '.join(asked)}: one question at a time. Use --max {', --max '.join(LARGEST)}, --min gpus or --plans.")
     rows = DEFAULT_TOP if top is None else int(flag_value(_TOP, top))
     if rows < 1 or top is not None and not every_plan:
         raise InputError(f"--top {top}: must be at least 1, and goes with --plans. Use --plans --top {DEFAULT_TOP}.")
@@ -53,12 +55,14 @@ def solve(
         if every_plan:
             from costmodel.solve import plans
             found = plans(run, given.profile, risky=risky, watch=watch)
-        else:
+            text, answered = _plans_text(given, run, found, rows, as_json), bool(found.best)
+        elif asked:
             solution = _solution(run, given.profile, maximum, minimum, risky, same_batch, watch)
-    if every_plan:
-        text, answered = _plans_text(run, found, rows, as_json), bool(found.best)
-    else:
-        text, answered = _solution_text(run, given.profile, solution, as_json), solution.value is not None
+            text, answered = _solution_text(given, run, solution, as_json), solution.value is not None
+        else:
+            from costmodel.advice import advise
+            advice = advise(run, given.profile, watch=watch)
+            text, answered = _advice_text(given, run, advice, as_json), bool(advice.report.verdict == "fits" or advice.fit or advice.together)
     print(text, end="")
     if not answered:
         raise typer.Exit(DOES_NOT_FIT)
@@ -111,23 +115,31 @@ def _page() -> "Page":
     return Page(screen_width(sys.stdout), wants_colour(sys.stdout))
 
 
-def _solution_text(run: "Run", profile: str | None, solution: "Solution", as_json: bool) -> str:
+def _solution_text(given: Given, run: "Run", solution: "Solution", as_json: bool) -> str:
     if as_json:
         return _json({"schema": SCHEMA, "run": run.model_dump(mode="json"), "solution": solution_document(solution)})
     from costmodel.prediction import predict
     from costmodel.render.prediction import title
     from costmodel.render.solve import render_solution
     from costmodel.solve.limits import FIELDS
-    flags = "" if solution.value is None else written({FIELDS[solution.quantity]: solution.value})
-    return render_solution(title(run), solution, predict(run, profile, scaling=False), flags, _page())
+    flags = "" if solution.run is None else flags_behind(given, run, {FIELDS[solution.quantity]: solution.value}, solution.run)
+    return render_solution(title(run), solution, predict(run, given.profile, scaling=False), flags, _page())
 
 
-def _plans_text(run: "Run", found: "Plans", rows: int, as_json: bool) -> str:
+def _plans_text(given: Given, run: "Run", found: "Plans", rows: int, as_json: bool) -> str:
     if as_json:
         return _json({"schema": SCHEMA, "run": run.model_dump(mode="json"), "plans": plans_document(found, rows)})
     from costmodel.render.prediction import title
     from costmodel.render.solve import render_plans
-    return render_plans(title(run), found, rows, _page(), [written(c.changes) for c in found.best[:1]])
+    return render_plans(title(run), found, rows, _page(), [flags_behind(given, run, c.changes, c.run) for c in found.best[:1]])
+
+
+def _advice_text(given: Given, run: "Run", advice: "Advice", as_json: bool) -> str:
+    if as_json:
+        return _json({"schema": SCHEMA, "run": run.model_dump(mode="json"), "advice": advice_document(advice)})
+    from costmodel.render.advice import render_advice
+    from costmodel.render.prediction import title
+    return render_advice(title(run), advice, lambda s: flags_behind(given, run, s.changes, s.run), _page())
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -148,6 +160,18 @@ def plans_document(found: "Plans", rows: int) -> dict[str, Any]:
     """The plans of a job as plain data with stable keys: docs/report.md."""
     return {"best": [_choice(c) for c in found.best[:rows]], "candidates": found.candidates, "fit": found.fit, "too_large": found.too_large,
             "refused": found.refused, "pruned": found.pruned, "predictions": found.predictions, "stopped": found.stopped}
+
+
+def advice_document(advice: "Advice") -> dict[str, Any]:
+    """What to change, as plain data with stable keys: docs/report.md."""
+    lists = {"fit": advice.fit, "together": advice.together, "helps": advice.helps, "faster": advice.faster}
+    return {"verdict": advice.report.verdict, "states_alone": advice.states_alone, "stopped": advice.stopped,
+            **{name: [_suggestion(s) for s in found] for name, found in lists.items()}}
+
+
+def _suggestion(s: "Suggestion") -> dict[str, Any]:
+    return {"words": s.words, "changes": s.changes, "keep": s.keep, "remark": s.remark, "needs_bytes_before": s.needs_before,
+            "step_s_before": s.step_before, "tokens_per_s_before": s.tokens_per_s_before, "per_gpu": s.per_gpu, **summary(s.report)}
 
 
 def _choice(choice: "Choice") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A prediction as a text: what was assumed, the batch, whether it fits, memory, time, communication, what bounds the step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from costmodel.render.text import Page, Style
 from costmodel.render.units import count, duration, plural, rate, share, size
@@ -15,14 +15,18 @@ FRAMEWORKS = {"pytorch": "PyTorch", "deepspeed": "DeepSpeed", "megatron": "Megat
 _STYLE: dict[str, Style] = {"fits": "green", "risky": "yellow", "does not fit": "red", "unknown": ""}
 
 
-def render(run: Run, assumed: Sequence[tuple[str, str]], report: StepReport, profile: str, page: Page) -> str:
-    """The whole text of one prediction. assumed: for each figure not given, how to give it, and what was taken and why."""
+def render(run: Run, assumed: Sequence[tuple[str, str]], report: StepReport, profile: str, page: Page,
+           fit: Callable[[Page], None] | None = None) -> str:
+    """The whole text of one prediction. assumed: for each figure not given, how to give it, and what was taken and why; fit: writes the
+    section on what would make it fit."""
     page.line(title(run), "bold")
     _assumed(assumed, page)
     _run(run, profile, page)
     fullest = report.fullest
     if fullest.memory:
         _verdict(report, fullest, page)
+        if fit is not None:
+            fit(page)
         _memory(report, fullest, fullest.memory, page)
     if len(report.roles) > 1:
         _roles(report, page)

@@ -57,8 +57,13 @@ class Trials:
             return Trial(run, None, error)
 
     def constants(self, run: Run) -> Profile:
-        """The profile of a changed run: a Profile that was handed in serves every run, else it follows from the run's links and framework."""
-        return self.profile if isinstance(self.profile, Profile) else load_profile(run, self.profile)
+        """The profile of a changed run; a Profile that was handed in is completed for links that its own run did not have."""
+        if not isinstance(self.profile, Profile):
+            return load_profile(run, self.profile)
+        own = self.profile
+        if all(f"link.{level.kind}.share" in own.constants for level in run.cluster.levels):
+            return own
+        return Profile(own.name, own.guess, {**load_profile(run).constants, **own.constants})
 
 
 def fits(report: StepReport | None, risky: bool = False) -> bool:

@@ -1,6 +1,7 @@
 """`costmodel solve`: what it says, its JSON, its exit codes, and bad input."""
 
 import json
+import re
 
 import pytest
 from calling import call, error
@@ -48,8 +49,39 @@ def test_plans_are_counted_and_the_first_is_written_as_flags() -> None:
     assert derived["tokens_per_s"] == found["best"][0]["tokens_per_s"]
 
 
+@pytest.mark.parametrize("line", [
+    "--model llama-3-8b --gpu rtx_a6000 --gpus 2 --strategy fsdp --global-batch 2",
+    "--model llama-3-8b --gpus 8 --strategy ddp --seq-len 8192 --dp 8",
+    "--model llama-3-8b --gpus 8 --strategy fsdp --micro-batch 4 --seq-len 8192",
+    "--model llama-3-8b --gpus 8 --strategy fsdp --micro-batch 4 --seq-len 8192 --global-batch 64",
+    "--model llama-3-8b --gpu l40s --nodes 1 --strategy zero1 --seq-len 4096",
+    "--model llama-3-70b --gpus 8 --zero 3",
+    "--model llama-3-70b --gpus 64 --framework megatron --zero 1 --tp 8 --pp 2 --seq-len 8192 --global-batch 64",
+])
+def test_the_flags_of_each_change_give_what_it_promises(line: str) -> None:
+    """Appended to the command line that was given, in the text of `solve` and of `predict`."""
+    advice = json.loads(call(f"predict {line} --json").stdout)["advice"]
+    text = call(f"predict {line}", COLUMNS="140").stdout
+    section = text[text.index("FIT"):text.index("MEMORY  of")]
+    assert section[section.index("\n"):] in call(f"solve {line}", COLUMNS="140").stdout + "\n"
+    flags = [row.split("  ", 2)[-1].strip() for row in section.splitlines() if re.match(r"  \d+  --", row)]
+    first = advice["fit"][:6] or advice["together"]
+    assert first
+    for changes, promised in zip(flags, first, strict=False):
+        report = json.loads(call(f"predict {line} {changes} --json").stdout)["report"]
+        assert report["derived"]["step_s"] == promised["step_s"], changes
+        assert max(r["memory"]["device_bytes"] for r in report["roles"]) == promised["needs_bytes"], changes
+
+
+def test_a_run_that_fits_is_told_what_would_be_faster() -> None:
+    result = call("solve --params 1B --gpus 8 --zero 3 --checkpointing full")
+    assert result.exit_code == 0
+    assert "It fits" in result.stdout
+    assert "--checkpointing none" in result.stdout
+    assert json.loads(call("predict --params 1B --gpus 8 --zero 3 --json").stdout)["advice"] is None
+
+
 @pytest.mark.parametrize(("line", "message"), [
-    ("solve --params 1B", "one question at a time"),
     ("solve --params 1B --max micro_batch --min gpus", "--max and --min: one question at a time"),
     ("solve --params 1B --max heads", "--max heads: is not sought. Use --max micro_batch"),
     ("solve --params 1B --min nodes", "--min nodes: is not sought. Use --min gpus."),
