@@ -3,6 +3,7 @@
 A key changes the state and paints at once: nothing on that path posts a message or changes a layout, each of which waits for a frame.
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.screen import Screen
+from textual.timer import Timer
 from textual.widgets import ContentSwitcher
 
+from costmodel.advice import advise
 from costmodel.catalog import accelerator_entry, list_models
 from costmodel.changes import Keep
 from costmodel.cli.files import read_run_file, write_whole
@@ -22,6 +25,7 @@ from costmodel.cli.guard import InputError, plain
 from costmodel.cli.options import toml_scalar
 from costmodel.render.prediction import title
 from costmodel.render.units import duration, share
+from costmodel.solve import Progress
 from costmodel.spec import PlanError
 from costmodel.spec.sizing import parse_count
 from tui.canvas import Canvas
@@ -31,13 +35,17 @@ from tui.form import Form
 from tui.keys import FORM_KEYS, KEYS, LINE, VIEWS
 from tui.leave import as_toml, command_line
 from tui.lines import Line, Span, bold, dim, length, line, wrapped
+from tui.panes import PANES, Compare, Pane
 from tui.presets import PRESETS, START
+from tui.propose import Proposals, proposals
 from tui.state import State, attempt, dismissed, opened, stepped, undone
 from tui.tour import STOPS, Figures
-from tui.views.explore import Proposal, gib, held, said
+from tui.views.compare import MOST_PINS, Pinned, pin_name
+from tui.views.explore import gib, held, said
 from tui.views.guide import panel
-from tui.views.panes import PANES, Pane
 
+REST_S, YIELD_S = 0.25, 0.0005
+"""Seconds for which a state rests before advice is sought; and for which the search pauses before each prediction, so that keys get through."""
 NARROW = 100
 """Columns below which the form is narrow, and hidden in the views that need the width."""
 
@@ -56,13 +64,18 @@ class Explorer(App[None]):
         Binding("left_square_bracket", "tour_move(-1)", "stop before", id="tour.back"),
         Binding("right_square_bracket", "tour_move(1)", "next stop", id="tour.next"),
         Binding("a", "answer", "answer", id="tour.answer"),
+        Binding("x", "curve(1)", "field of the curve", id="curve.field"),
+        Binding("m", "metric(1)", "figure of the curve", id="curve.figure"),
     ]
 
     def __init__(self, given: Mapping[str, Any] | None = None, profile: str | None = None) -> None:
         super().__init__()
         self.state: State = opened(given if given is not None else START, profile)
         self.keep: Keep = "micro_batch"
-        self.proposal: Proposal | None = None
+        self.proposals: Proposals | None = None
+        """What `s` offers; None while it is looked for."""
+        self.pins: list[Pinned] = []
+        self._advice: Timer | None = None
         self.own: State | None = None
         """One's own state while the tour is open."""
         self.stop = 0
@@ -82,6 +95,7 @@ class Explorer(App[None]):
 
     def on_mount(self) -> None:
         self.query_one(Form).focus()
+        self.consider()
 
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.width < NARROW, "narrow")
@@ -101,7 +115,7 @@ class Explorer(App[None]):
             return
         root = self.screen_stack[0]
         root.query_one(Form).paint(self.state)
-        root.query_one(f"#{self.view}", Pane).paint(self.state, self.proposal)
+        root.query_one(f"#{self.view}", Pane).paint(self.state)
         root.query_one("#tabs", Canvas).show([self.tab_line()])
         root.query_one("#keys", Canvas).show([self.key_line()])
         if self.own is not None:
@@ -135,8 +149,39 @@ class Explorer(App[None]):
         """Take a new state and paint it."""
         if state is not self.state:
             self.state = state
-            self.proposal = None
+            self.proposals = None
             self.paint()
+            self.consider()
+
+    def consider(self) -> None:
+        """Look for what would help, once the state has rested for a moment."""
+        if self._advice is not None:
+            self._advice.stop()
+        self._advice = self.set_timer(REST_S, partial(self.advise, self.state))
+
+    def advise(self, state: State) -> None:
+        """In a thread, which gives up as soon as the state is another."""
+        if state.problem or state is not self.state:
+            return
+
+        def watch(progress: Progress) -> bool:
+            time.sleep(YIELD_S)
+            return self.state is state
+
+        def work() -> None:
+            try:
+                found = proposals(advise(state.run, state.profile, watch=watch))
+            except PlanError:
+                found = Proposals((), "")
+            if self.state is state:
+                self.call_from_thread(self.propose, state, found)
+
+        self.run_worker(work, thread=True, group="advice", exclusive=True, exit_on_error=False)
+
+    def propose(self, state: State, found: Proposals) -> None:
+        if self.state is state:
+            self.proposals = found
+            self.pane.paint(state)
 
     def change(self, changes: Mapping[str, Any]) -> None:
         self.become(attempt(self.state, changes, self.keep))
@@ -163,10 +208,25 @@ class Explorer(App[None]):
                 self.notify("No repair is known: u goes back to the last valid run.", severity="warning")
             else:
                 self.change({**self.state.problem.changes, **self.state.problem.repair})
-        elif self.proposal:
-            self.change(self.proposal.changes)
+        elif self.proposals and self.proposals.found:
+            first = self.proposals.found[0]
+            self.become(attempt(self.state, first.changes, first.keep))
         else:
-            self.notify("Nothing is proposed for this run.")
+            self.notify("Nothing is proposed for this run." if self.proposals else "Still looking for what would help.")
+
+    def action_proposals(self) -> None:
+        """Choose among all changes that would help."""
+        if self.state.problem or not self.proposals or not self.proposals.found:
+            self.action_propose()
+            return
+
+        def take(proposal: Any) -> None:
+            if proposal is not None:
+                self.become(attempt(self.state, proposal.changes, proposal.keep))
+
+        heads = {"faster": "Makes the step faster", "fits": "Makes the run fit", "helps": "Saves memory, not enough alone"}
+        self.push_screen(Picker(heads[self.proposals.title], "Each is predicted: applied, it gives what it promises.",
+                                [Choice(p.words, p.promise, p) for p in self.proposals.found], lambda value: [], str), take)
 
     def action_undo(self) -> None:
         if not self.state.problem and not self.state.past:
@@ -303,13 +363,36 @@ class Explorer(App[None]):
         for field in FIELDS:
             yield SystemCommand(f"Set {field.label}", field.help, partial(self.action_choose, field.path))
 
-    # -- filled by later parts -----------------------------------------------------------------------------------------------------
+    def action_curve(self, by: int) -> None:
+        """Another field for the curve of Compare."""
+        if isinstance(self.pane, Compare):
+            self.pane.action_curve(by)
+
+    def action_metric(self, by: int) -> None:
+        """Another figure for the curve of Compare."""
+        if isinstance(self.pane, Compare):
+            self.pane.action_metric(by)
+
+    # -- pins ------------------------------------------------------------------------------------------------------------------
 
     def action_pin(self) -> None:
-        self.notify("Not yet.")
+        """Keep this run to compare with; the first pin is what the others are compared with."""
+        if len(self.pins) == MOST_PINS:
+            self.notify(f"{MOST_PINS} runs are pinned: delete takes the last one away.", severity="warning")
+        elif any(pin.run == self.state.run for pin in self.pins):
+            self.notify("This run is pinned already.")
+        else:
+            self.pins.append(Pinned(pin_name(self.state.run, [pin.run for pin in self.pins]), self.state.run, self.state.report))
+            self.notify(f"Pinned as {chr(65 + len(self.pins))}: {self.pins[-1].name}. 3 compares.")
+            self.paint()
 
     def action_unpin(self) -> None:
-        self.notify("Not yet.")
+        """Take the last pin away."""
+        if self.pins:
+            self.notify(f"Unpinned {self.pins.pop().name}.")
+            self.paint()
+        else:
+            self.notify("Nothing is pinned: p pins this run.")
 
     # -- the tour --------------------------------------------------------------------------------------------------------------
 

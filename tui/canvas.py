@@ -15,7 +15,7 @@ MEMORY = "PGMOACTFSX"
 STEP = "MAERtdrpkhiOsf"
 PHASES = "FRBiOsf"
 STYLES = frozenset({
-    "bold", "dim", "good", "warn", "bad", "accent", "head", "key", "cursor", "cursor-off", "tab", "tab-on", "bar",
+    "bold", "dim", "good", "warn", "bad", "bad-figure", "accent", "head", "key", "cursor", "cursor-off", "tab", "tab-on", "bar",
     "free", "loss", "gain", "fits", "risky", "invalid",
     "base", "line-a", "line-b", "line-c", "line-d", "line-e", "line-m", "comm", "host", "idle", "exposed", "other",
     *(f"m-{letter}" for letter in MEMORY), *(f"t-{letter}" for letter in STEP), *(f"p-{letter}" for letter in PHASES)})

@@ -18,6 +18,7 @@ VIEWS: tuple[tuple[str, str], ...] = (
     ("explore", "Explore"), ("timeline", "Timeline"), ("compare", "Compare"), ("explain", "Explain"), ("solve", "Solve"), ("measured", "Measured"))
 KEYS: tuple[Key, ...] = (
     Key("s", "s", "propose", "apply", "Do what the screen proposes: repair the run, make it fit, or make it faster"),
+    Key("S", "S", "proposals", "all proposals", "Choose among all changes that would help"),
     Key("u", "u", "undo", "undo", "Take the last change back"),
     Key("p", "p", "pin", "pin", "Pin this run to compare with (delete unpins)"),
     Key("t", "t", "tour", "tour", "The guided tour; [ and ] move, a answers"),

@@ -1,6 +1,6 @@
 """Explore: does it fit, where the memory is, where the time goes, what bounds the step, and the one change that would help."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from costmodel.render.units import count, duration, share
@@ -10,7 +10,8 @@ from costmodel.spec import PlanError
 from costmodel.waterfall import Bar, Waterfall, waterfall
 from tui.bars import CAPACITY_AT, Parts, against, stacked, styled
 from tui.fields import BY_PATH, LAST_NAMES, shown
-from tui.lines import Line, Span, bold, both_ends, dim, fitted, flowed, length, line, wrapped
+from tui.lines import Line, Span, bold, dim, fitted, flowed, length, line, wrapped
+from tui.propose import Proposals
 from tui.state import State
 
 GIB = 1 << 30
@@ -32,14 +33,6 @@ SMALL_LOSS = 0.03
 """Of MFU: below it, losses join in one bar where rows are scarce."""
 
 
-class Proposal(NamedTuple):
-    """What `s` would do: the changes, in words, and what they promise."""
-
-    changes: Mapping[str, object]
-    words: str
-    promise: str
-
-
 class Size(NamedTuple):
     """What fits on the pane."""
 
@@ -56,15 +49,15 @@ class Size(NamedTuple):
         return 3 if self.height < 18 else 4 if self.height < 30 else 6 if self.height < 45 else 8
 
 
-def explore(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
+def explore(state: State, proposals: Proposals | None, size: Size) -> list[Line]:
     """The whole pane, at most `size.height` lines."""
     report = state.report
     gap: list[Line] = [] if size.compact else [[]]
-    out = [*verdict(state, proposal, size), *gap, *memory(report, size), *gap]
+    out = [*verdict(state, size), *gap, *memory(report, size), *gap]
     slowest = max((r for r in report.roles if r.time), key=lambda r: r.time.step_s if r.time else 0.0, default=None)
     if slowest and slowest.time:
         out += [*step(slowest.time, size), *gap]
-    end = bound(state, proposal, size)
+    end = bound(state, proposals, size)
     room = size.height - len(out) - len(end)
     out += losses(state, size, room)
     return [fitted(row, size.width) for row in [*out, *end]][:size.height]
@@ -87,7 +80,7 @@ def held(memory: MemoryReport) -> int:
     return memory.device_bytes or memory.reserved_bytes or memory.allocated.total_bytes
 
 
-def verdict(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
+def verdict(state: State, size: Size) -> list[Line]:
     """Three rows, whatever there is to say."""
     if state.problem:
         return invalid(state, size)
@@ -295,13 +288,17 @@ def _few(fall: Waterfall, rows: int) -> list[Bar]:
     return out
 
 
-def bound(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
+def bound(state: State, proposals: Proposals | None, size: Size) -> list[Line]:
     """What bounds the step, the change that would help most, and what the figures rest on."""
     rows: list[Line] = [line(Span("BOUND BY ", "head"), bold(state.report.bound_by or "not known"))]
     if state.problem:
         rows.append([dim("figures of the last valid run")])
-    elif proposal:
-        rows.append([Span(" s ", "key", "app.propose"), bold(f" {proposal.words}"), Span(f"  {proposal.promise}", "good")])
+    elif proposals is None:
+        rows.append([dim("looking for what would help …")])
+    elif proposals.found:
+        first, others = proposals.found[0], len(proposals.found) - 1
+        more = [dim(f"  (S: {others} more)")] if others and not size.compact else []
+        rows.append([Span(" s ", "key", "app.propose"), bold(f" {first.words}"), Span(f"  {first.promise}", "good"), *more])
     else:
         rows.append([dim("no single change is known to help")])
     if not size.compact:
@@ -313,6 +310,3 @@ def bound(state: State, proposal: Proposal | None, size: Size) -> list[Line]:
             more = f"  (i: {len(state.report.notes) - 1} more)" if len(state.report.notes) > 1 else ""
             rows += wrapped(f"note  {state.report.notes[0]}{more}", size.width, 2, "warn")
     return rows
-
-
-__all__ = ["Proposal", "Size", "both_ends", "explore"]
