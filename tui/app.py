@@ -35,7 +35,7 @@ from tui.form import Form
 from tui.keys import FORM_KEYS, KEYS, LINE, VIEWS
 from tui.leave import as_toml, command_line
 from tui.lines import Line, Span, bold, dim, length, line, wrapped
-from tui.panes import PANES, Compare, Pane
+from tui.panes import PANES, Compare, Explain, Pane, Solve, Timeline
 from tui.presets import PRESETS, START
 from tui.propose import Proposals, proposals
 from tui.state import State, attempt, dismissed, opened, stepped, undone
@@ -64,6 +64,8 @@ class Explorer(App[None]):
         Binding("left_square_bracket", "tour_move(-1)", "stop before", id="tour.back"),
         Binding("right_square_bracket", "tour_move(1)", "next stop", id="tour.next"),
         Binding("a", "answer", "answer", id="tour.answer"),
+        Binding("g", "search", "start the search", id="search"),
+        Binding("c", "cancel", "stop what runs", id="cancel"),
         Binding("x", "curve(1)", "field of the curve", id="curve.field"),
         Binding("m", "metric(1)", "figure of the curve", id="curve.figure"),
     ]
@@ -114,6 +116,7 @@ class Explorer(App[None]):
         if not self.is_mounted or len(self.screen_stack) == 0:
             return
         root = self.screen_stack[0]
+        self.set_class(self.state.run.plan.pp > 1, "pipelined")
         root.query_one(Form).paint(self.state)
         root.query_one(f"#{self.view}", Pane).paint(self.state)
         root.query_one("#tabs", Canvas).show([self.tab_line()])
@@ -186,6 +189,10 @@ class Explorer(App[None]):
     def change(self, changes: Mapping[str, Any]) -> None:
         self.become(attempt(self.state, changes, self.keep))
 
+    def change_keeping(self, changes: Mapping[str, Any], keep: Keep) -> None:
+        """A change that says itself which batch stays."""
+        self.become(attempt(self.state, changes, keep))
+
     def step(self, path: str, by: int) -> None:
         self.become(stepped(self.state, path, by, self.keep))
 
@@ -210,7 +217,7 @@ class Explorer(App[None]):
                 self.change({**self.state.problem.changes, **self.state.problem.repair})
         elif self.proposals and self.proposals.found:
             first = self.proposals.found[0]
-            self.become(attempt(self.state, first.changes, first.keep))
+            self.change_keeping(first.changes, first.keep)
         else:
             self.notify("Nothing is proposed for this run." if self.proposals else "Still looking for what would help.")
 
@@ -222,7 +229,7 @@ class Explorer(App[None]):
 
         def take(proposal: Any) -> None:
             if proposal is not None:
-                self.become(attempt(self.state, proposal.changes, proposal.keep))
+                self.change_keeping(proposal.changes, proposal.keep)
 
         heads = {"faster": "Makes the step faster", "fits": "Makes the run fit", "helps": "Saves memory, not enough alone"}
         self.push_screen(Picker(heads[self.proposals.title], "Each is predicted: applied, it gives what it promises.",
@@ -362,6 +369,30 @@ class Explorer(App[None]):
             yield SystemCommand(f"View: {label}", f"Show {label}", partial(self.run_action, f"view('{name}')"))
         for field in FIELDS:
             yield SystemCommand(f"Set {field.label}", field.help, partial(self.action_choose, field.path))
+
+    def action_search(self) -> None:
+        """Start the chosen search of Solve."""
+        if isinstance(self.pane, Solve):
+            self.pane.go()
+
+    def action_cancel(self) -> None:
+        """Stop what runs in the view."""
+        if isinstance(self.pane, Solve):
+            self.pane.cancel()
+
+    def action_choose_search(self, at: int) -> None:
+        if isinstance(self.pane, Solve):
+            self.pane.choose_search(at)
+
+    def action_section(self, by: int) -> None:
+        """The next section of Explain."""
+        if isinstance(self.pane, Explain):
+            self.pane.section(by)
+
+    def action_timeline(self, what: str) -> None:
+        """What the key line of Timeline says, for the mouse."""
+        if isinstance(self.pane, Timeline):
+            {"zoom_in": partial(self.pane.zoom, 0.5), "fit": self.pane.fit, "next": partial(self.pane.pick, 1), "wait": self.pane.next_wait}[what]()
 
     def action_curve(self, by: int) -> None:
         """Another field for the curve of Compare."""
