@@ -82,6 +82,8 @@ MEANINGS = {
     "StepReport.provenance": "`predicted`, `dryrun`, `solo`, `run` or `published`.", "StepReport.roles": "One entry per rank role.",
     "StepReport.world_size": "Ranks of the job.", "StepReport.tokens_per_step": "Tokens of one optimizer step over all ranks.",
     "StepReport.scaling": "Efficiency against one GPU.", "StepReport.bound_by": "What bounds the step, in words.",
+    "Record.run": "What was performed, every field (docs/run.md).", "Record.outcome": "How it ended.",
+    "Outcome.message": "What was said then, one line.", "Environment.host": "Name of the host.",
     "StepReport.basis": "How sure each kind of figure is: `exact`, `modelled`, `fitted` or `guess`.",
 }
 """What a field means, where the type itself does not say it."""
@@ -89,10 +91,10 @@ MEANINGS = {
 
 def types() -> dict[str, type]:
     """The described types by name."""
-    from costmodel import report, spec
+    from costmodel import records, report, spec
     found = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
              spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.Peak, report.TimeReport, report.Collective,
-             report.Scaling]
+             report.Scaling, records.Record, records.Outcome, records.Environment]
     return {kind.__name__: kind for kind in found}
 
 

@@ -1,16 +1,14 @@
-"""`execute dryrun RUN`: perform a run on fake tensors, and hold a prediction against it."""
+"""The program `execute`; and `execute dryrun RUN`: perform a run on fake tensors, and hold a prediction against it."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from costmodel.cli.guard import GuardedGroup, InputError
 from costmodel.cli.options import Given, SectionedCommand, takes_run
-from execute import TorchMissing, require_torch
-
-if TYPE_CHECKING:
-    from costmodel.report import StepReport
+from execute import require_torch_or_refuse
+from execute.solo_command import solo
 
 OUTSIDE_TOLERANCE = 4
 app = typer.Typer(name="execute", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
@@ -20,7 +18,7 @@ app = typer.Typer(name="execute", cls=GuardedGroup, rich_markup_mode=None, prett
 
 @app.callback()
 def _program() -> None:
-    """Exit codes: 0 done, 1 unexpected error, 2 bad input or no PyTorch, 4 the prediction is outside the tolerance."""
+    """Exit codes: 0 done, 1 unexpected error, 2 bad input or no PyTorch, 3 out of memory, 4 the prediction is outside the tolerance, 5 a rank failed."""
 
 
 @app.command(cls=SectionedCommand)
@@ -33,10 +31,7 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the text.", show_default=False)] = False,
 ) -> None:
     """Perform two steps of one rank on fake tensors and a fake process group, at any world size; report the second."""
-    try:
-        require_torch()
-    except TorchMissing as error:
-        raise InputError(str(error)) from None
+    require_torch_or_refuse()
     run = given.resolve().run
     if against not in ("", "predict"):
         raise InputError(f"--against {against}: it knows the prediction only. Use --against predict.")
@@ -46,6 +41,7 @@ def dryrun(
     with given.naming():
         report = dry_run(run, rank)
     if not against:
+        from execute.text import as_text
         print(json.dumps(report.to_dict(), indent=2) if as_json else as_text(report))
         return
     from costmodel.prediction import predict
@@ -57,20 +53,4 @@ def dryrun(
         raise typer.Exit(OUTSIDE_TOLERANCE)
 
 
-def as_text(report: "StepReport") -> str:
-    """A dry run's report for people."""
-    lines = []
-    for role in report.roles:
-        memory = role.memory
-        assert memory is not None
-        lines.append(f"{role.role} of {report.world_size}: bytes allocated in the second step")
-        lines.append(f"  {'peak':<24}{memory.allocated.total_bytes:>18,}  {memory.allocated.moment}")
-        lines += [f"    {name:<22}{size:>18,}" for name, size in memory.allocated.by_category.items()]
-        lines.append("  between steps")
-        lines += [f"    {name:<22}{size:>18,}" for name, size in memory.states.items()]
-        lines.append(f"  {'activations alone':<24}{memory.activations_bytes or 0:>18,}")
-        lines += [f"  {'peak of ' + name:<24}{peak.total_bytes:>18,}  {peak.moment}" for name, peak in memory.phases.items()]
-        lines.append("  collectives of a step")
-        lines += [f"    {c.phase:<10}{c.axis:<14}{c.kind:<15}{c.count:>5} x {c.message_bytes:>16,} bytes  {c.dtype:<6} over {c.group} ranks"
-                  for c in role.collectives or ()] or ["    none"]
-    return "\n".join(lines)
+app.command(cls=SectionedCommand)(solo)

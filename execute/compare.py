@@ -1,15 +1,19 @@
-"""Two reports of the same run, side by side: a prediction against a dry run."""
+"""Two reports of the same run, side by side: a prediction against a dry run or a measurement. What was not observed is not compared."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from costmodel.report import CATEGORIES, Collective, RoleReport, StepReport
+from costmodel.report import CATEGORIES, Collective, Provenance, RoleReport, StepReport
 
 EXACT = ("parameters", "gradients", "master_weights", "optimizer")
 TOLERANCE = 0.05
 """For the peak and for activations alone."""
 CollectiveKey = tuple[str, str, int, int, str]
+SEEN_IN: dict[Provenance, str] = {"dryrun": "dry run", "solo": "solo", "run": "measured", "published": "published"}
+NOT_ALONE = ("bubble", "contention", "stragglers")
+"""What a rank does not lose that is alone on its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,14 @@ class Row:
         return self.tolerance is None or abs(self.difference) <= self.tolerance
 
 
+class Seconds(NamedTuple):
+    """A time of both: shown, not judged."""
+
+    name: str
+    predicted: float
+    observed: float
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Figures of bytes, and the collectives that only one of the two has."""
@@ -43,6 +55,10 @@ class Comparison:
     missing: dict[CollectiveKey, int]
     """Observed, not predicted: (axis, kind, group, message bytes, dtype) -> how many."""
     surplus: dict[CollectiveKey, int]
+    seconds: tuple[Seconds, ...] = ()
+    observed: Provenance = "dryrun"
+    collectives: bool = True
+    """Whether collectives were observed."""
 
     @property
     def within_tolerance(self) -> bool:
@@ -53,26 +69,30 @@ class Comparison:
 
     def text(self) -> str:
         """A table for people."""
-        lines = [f"{'bytes':<32} {'predicted':>18} {'dry run':>18} {'difference':>12}"]
+        seen = SEEN_IN.get(self.observed, self.observed)
+        lines = [f"{'bytes':<32} {'predicted':>18} {seen:>18} {'difference':>12}"]
         for r in self.rows:
             verdict = "" if r.within else "  outside" if r.tolerance else "  must be equal"
             lines.append(f"{r.name:<32} {r.predicted:>18,} {r.observed:>18,} {r.difference:>11.2%}{verdict}")
         lines.append(f"peak, predicted: {self.moments[0]}")
-        lines.append(f"peak, dry run:   {self.moments[1]}")
-        for title, side in (("only in the dry run", self.missing), ("only predicted", self.surplus)):
+        lines.append(f"peak, {seen + ':':<10} {self.moments[1]}")
+        lines += [f"{s.name:<32} {s.predicted * 1e3:>15,.3f} ms {s.observed * 1e3:>15,.3f} ms {s.predicted / s.observed - 1:>11.2%}" for s in self.seconds]
+        for title, side in ((f"only in the {seen}", self.missing), ("only predicted", self.surplus)):
             lines += [f"{title}: {n} x {kind} over {axis} ({group} ranks), {nbytes:,} bytes, {dtype}"
                       for (axis, kind, group, nbytes, dtype), n in side.items()]
-        if not self.missing and not self.surplus:
+        if self.collectives and not self.missing and not self.surplus:
             lines.append("collectives: equal")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with stable keys."""
+        seen = self.observed
         return {"within_tolerance": self.within_tolerance,
-                "bytes": [{"name": r.name, "predicted": r.predicted, "dryrun": r.observed, "difference": r.difference, "within": r.within}
+                "bytes": [{"name": r.name, "predicted": r.predicted, seen: r.observed, "difference": r.difference, "within": r.within}
                           for r in self.rows],
-                "moments": {"predicted": self.moments[0], "dryrun": self.moments[1]},
-                "only_dryrun": [[*k, n] for k, n in self.missing.items()], "only_predicted": [[*k, n] for k, n in self.surplus.items()]}
+                "seconds": [{"name": s.name, "predicted": s.predicted, seen: s.observed} for s in self.seconds],
+                "moments": {"predicted": self.moments[0], seen: self.moments[1]},
+                f"only_{seen}": [[*k, n] for k, n in self.missing.items()], "only_predicted": [[*k, n] for k, n in self.surplus.items()]}
 
 
 def compare(predicted: StepReport, observed: StepReport) -> Comparison:
@@ -82,14 +102,30 @@ def compare(predicted: StepReport, observed: StepReport) -> Comparison:
     assert role.memory is not None and seen.memory is not None
     a, b = role.memory, seen.memory
     rows = [Row(f"between steps: {c}", a.states.get(c, 0), b.states.get(c, 0), 0.0 if c in EXACT else None)
-            for c in CATEGORIES if a.states.get(c) or b.states.get(c)]
-    rows.append(Row("activations alone", a.activations_bytes or 0, b.activations_bytes or 0, TOLERANCE))
+            for c in CATEGORIES if (a.states.get(c) or b.states.get(c)) and (c != "communication" or b.allocated.by_category)]
+    if b.activations_bytes is not None:
+        rows.append(Row("activations alone", a.activations_bytes or 0, b.activations_bytes, TOLERANCE))
     rows.append(Row("peak", a.allocated.total_bytes, b.allocated.total_bytes, TOLERANCE))
-    rows += [Row(f"at the peak: {c}", a.allocated.by_category.get(c, 0), b.allocated.by_category.get(c, 0), None)
-             for c in CATEGORIES if a.allocated.by_category.get(c) or b.allocated.by_category.get(c)]
+    if b.allocated.by_category:
+        rows += [Row(f"at the peak: {c}", a.allocated.by_category.get(c, 0), b.allocated.by_category.get(c, 0), None)
+                 for c in CATEGORIES if a.allocated.by_category.get(c) or b.allocated.by_category.get(c)]
     rows += [Row(f"peak of {phase}", a.phases[phase].total_bytes, b.phases[phase].total_bytes, None) for phase in a.phases if phase in b.phases]
-    sent, saw = collective_counts(role.collectives or ()), collective_counts(seen.collectives or ())
-    return Comparison(tuple(rows), (a.allocated.moment, b.allocated.moment), dict(saw - sent), dict(sent - saw))
+    if a.reserved_bytes is not None and b.reserved_bytes is not None:
+        rows.append(Row("reserved", a.reserved_bytes, b.reserved_bytes, None))
+    sent, saw = (collective_counts(r.collectives or ()) if seen.collectives is not None else Counter() for r in (role, seen))
+    return Comparison(tuple(rows), (a.allocated.moment, b.allocated.moment), dict(saw - sent), dict(sent - saw), tuple(_seconds(role, seen, observed)),
+                      observed.provenance, seen.collectives is not None)
+
+
+def _seconds(role: RoleReport, seen: RoleReport, observed: StepReport) -> Iterator[Seconds]:
+    """The step; of a rank alone on its device, less what only company costs."""
+    if role.time is None or seen.time is None:
+        return
+    if observed.provenance != "solo":
+        yield Seconds("step", role.time.step_s, seen.time.step_s)
+        return
+    company = sum(s for name, s in role.time.breakdown.items() if name in NOT_ALONE or name.startswith("exposed "))
+    yield Seconds("step without communication", role.time.step_s - company, seen.time.step_s)
 
 
 def role_of(report: StepReport, rank: int) -> RoleReport:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -21,27 +22,32 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "QuietStage", "TorchDispatchMode", "all_gather",
-           "around_ddp_forward", "assume_static", "bucket_assignment", "ddp_bucket_caps", "engine_would_add_in_place", "exchange", "fake_world",
-           "fsdp_groups",
-           "group_by_name", "inner_tensors", "materialise", "reduce_scatter", "storage_key", "unsharded_gradients", "waits_for_fake",
-           "watch_fsdp", "watch_resize", "watch_sharding_propagation"]
+           "allocator_settings", "around_ddp_forward", "assume_static", "bucket_assignment", "clear_cublas_workspaces", "ddp_bucket_caps",
+           "engine_would_add_in_place", "exchange", "fake_world", "finished_work", "fsdp_groups", "group_by_name", "inner_tensors",
+           "materialise", "reduce_scatter", "registered_name", "storage_key", "unsharded_gradients", "unwatched", "waits_for_fake",
+           "watch_fsdp", "watch_resize", "watch_sharding_propagation", "world_of"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
 
+def fake_world(world_size: int, rank: int) -> AbstractContextManager[None]:
+    """A process group of any size in this process; its collectives return at once and move nothing."""
+    return world_of("fake", world_size, rank)
+
+
 @contextlib.contextmanager
-def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group of any size in this process; its collectives return at once and move nothing.
+def world_of(backend: str, world_size: int, rank: int) -> Iterator[None]:
+    """A process group of any size that lives in this process alone: no store is asked for the others.
 
     DTensor's cached decisions name process groups, so they end with the world; that a mesh of several axes is reduced axis by axis is known.
     """
     redistribution = logging.getLogger("torch.distributed.tensor._redistribute")
     level = redistribution.level
     redistribution.setLevel(logging.ERROR)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -56,6 +62,34 @@ def group_by_name(name: str) -> dist.ProcessGroup | None:
         return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     except (ValueError, RuntimeError, LookupError):
         return None
+
+
+def registered_name(group: dist.ProcessGroup) -> str:
+    """The name under which a process group written in Python is known."""
+    name: str = dist.distributed_c10d._world.pg_names[group]
+    return name
+
+
+def finished_work(tensors: list[Tensor]) -> dist.Work:
+    """What a collective returns that is done, with its results: DDP reads them."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=list({t.device for t in tensors if t.is_cuda}))
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+def allocator_settings(words: str) -> None:
+    """Settings of the GPU's caching allocator, as PYTORCH_CUDA_ALLOC_CONF writes them; for what is allocated from now on."""
+    torch._C._accelerator_setAllocatorSettings(words)
+
+
+def clear_cublas_workspaces() -> None:
+    """Give cuBLAS's workspaces back to the caching allocator."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """What happens inside is no operation of the program: no dispatch mode sees it."""
+    return _disable_current_modes()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

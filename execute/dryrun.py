@@ -4,8 +4,7 @@ Bytes and collectives are exact; there is no time, no allocator rounding, no wor
 (optimizer state is born in it, DDP's buckets are not rebuilt yet); the second is the one that counts.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -15,18 +14,16 @@ from torch import nn
 from costmodel.report import MemoryReport, Peak, RoleReport, StepReport
 from costmodel.spec import Run
 from execute import compat
+from execute.assemble import give_storage, outline, prepare
 from execute.data import pipeline_batch, random_batch
-from execute.dtypes import DTYPES
-from execute.kernels import TABLES
-from execute.model import Context, Transformer
 from execute.observe.collectives import CollectiveRecorder
 from execute.observe.storage import HOST, Instant, StorageTracker, steady_gc
 from execute.optim import state_tensors
-from execute.scaling import LossScale
 from execute.step import train_step
-from execute.strategies import Prepared, strategy
+from execute.strategies import Prepared
 from execute.strategies.pipeline import Stages
 from execute.support import check_supported
+from execute.weights import init_weights
 
 STEPS = ("first step", "steady step")
 
@@ -53,36 +50,33 @@ def observe(run: Run, rank: int = 0) -> Observation:
         return _perform(run, STEPS, dry=True)
 
 
-def observe_real(run: Run) -> Observation:
-    """The same on real CPU tensors, in the caller's process group: three steps, the last is the one that counts.
+def observe_real(run: Run, device: str = "cpu") -> Observation:
+    """The same on real tensors, in the caller's process group: three steps, the last is the one that counts.
 
     In the second step the real DDP agrees on its rebuilt buckets, which the dry run does not re-enact.
     """
     check_supported(run)
-    return _perform(run, (STEPS[0], "second step", STEPS[1]), dry=False)
+    return _perform(run, (STEPS[0], "second step", STEPS[1]), dry=False, device=device)
 
 
-def _perform(run: Run, steps: tuple[str, ...], *, dry: bool) -> Observation:
+def _perform(run: Run, steps: tuple[str, ...], *, dry: bool, device: str = "cpu") -> Observation:
     recorder = CollectiveRecorder()
     tracker = StorageTracker([recorder])
     with steady_gc():
-        model = build(run, "meta", tracker)
-        chosen = strategy(run)
-        chosen.shard(run, model)
+        model = outline(run, torch.device(device).type, real=not dry, around=tracker.recompute)
         with compat.FakeTensorMode() if dry else nullcontext(), tracker:
-            compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+            give_storage(model, device)
             if not dry:
                 with tracker.pause():
-                    model.init_weights()
+                    init_weights(model)
             tracker.label(model.parameters(), "parameters")
             tracker.label(model.buffers(), "framework")
             tracker.follow(model)
-            prepared = chosen.prepare(run, model, dry=dry, region=partial(_region, tracker, model))
+            prepared = prepare(run, model, dry=dry, device=device, region=partial(_region, tracker, model))
             recorder.name_axes(prepared.axes)
-            if run.recipe.precision.loss_scaling:
-                prepared.loss_scale = LossScale()
-            batch = partial(pipeline_batch, run, model.ends) if isinstance(model, Stages) else partial(random_batch, run)
-            marks = Marks(tracker, prepared, cuda=run.cluster.accelerator.kernel_table == "cuda")
+            batch = partial(pipeline_batch, run, model.ends, device) if isinstance(model, Stages) else partial(random_batch, run, device)
+            as_cuda = run.cluster.accelerator.kernel_table == "cuda" if dry else device != "cpu"
+            marks = Marks(tracker, prepared, cuda=as_cuda)
             for step in steps:
                 tracker.step = step
                 train_step(run, prepared, batch, marks)
@@ -93,30 +87,11 @@ def _perform(run: Run, steps: tuple[str, ...], *, dry: bool) -> Observation:
     return Observation(run, tracker, recorder, states)
 
 
-def build(run: Run, device: str, tracker: StorageTracker | None = None) -> Transformer | Stages:
-    """The model of a run (under a pipeline, this rank's stages) on a device ("meta" for the dry run), in the dtype of its parameters."""
-    table = TABLES.cuda if device == "meta" and run.cluster.accelerator.kernel_table == "cuda" else TABLES.plain
-    context = Context(run.model, run.recipe, run.plan.checkpointing, table, tracker.recompute if tracker else nullcontext)
-    with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
-        return Stages(run, context) if run.plan.pp > 1 else Transformer(context)
-
-
 def _region(tracker: StorageTracker, model: nn.Module, name: str) -> AbstractContextManager[None]:
     """A strategy's communication hook; the gradients that ZeRO-2 is about to flatten and free were gradients."""
     if name == "zero2.flatten":
         tracker.label([p.grad for p in model.parameters()], "gradients")
     return tracker.hook(name)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Build parameters in a dtype (a fake module cannot be cast afterwards)."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Marks:

@@ -28,7 +28,7 @@ def loss_of_logits(recipe: Recipe, logits: Tensor, targets: Tensor) -> Tensor:
 def low_precision_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Cross-entropy on the logits as the head gives them, without a float32 copy (autocast is off for it)."""
     logits = head(hidden).flatten(0, -2)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         return F.cross_entropy(logits, targets.flatten())
 
 
@@ -80,7 +80,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 def fused_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: int, compute: torch.dtype) -> Tensor:
     """The fused loss in the compute dtype, whatever autocast says."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         low_bias = None if bias is None else bias.to(compute)
         return FusedLinearCrossEntropy.apply(hidden.flatten(0, -2).to(compute), weight.to(compute), low_bias, targets.flatten(), chunks)
 

@@ -264,13 +264,8 @@ class Transformer(nn.Module):
         return self.context.dropout(x)
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """GPT-2's rule: matrices from N(0, 0.02), biases 0, norms 1; and the constants. For parameters without values."""
-        for name, p in self.named_parameters():
-            if p.dim() > 1:
-                p.normal_(0.0, 0.02)
-            else:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+    def init_constants(self) -> None:
+        """Give the constant buffers their values (execute.weights draws the parameters)."""
         constants = dict(self.named_buffers(recurse=False))
         if "cos" in constants:
             cos, sin = rotary_tables(*self.rotary_shape, self.context.compute)

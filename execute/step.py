@@ -16,7 +16,7 @@ from execute.strategies import Prepared
 
 
 def train_step(run: Run, prepared: Prepared, batch: Callable[[], Any], marks: Marks | None = None) -> Tensor | None:
-    """zero_grad; forward, loss and backward of the micro-batches; clip; update. Returns the last micro-batch's mean loss, where it is known."""
+    """zero_grad; forward, loss and backward of the micro-batches; clip; update. Returns this rank's mean loss, where it knows it."""
     marks = marks or NoMarks()
     recipe = run.recipe
     (prepared.zero_grad or prepared.optimizer.zero_grad)(recipe.zero_set_to_none)
@@ -36,23 +36,26 @@ def train_step(run: Run, prepared: Prepared, batch: Callable[[], Any], marks: Ma
 
 def _one_after_another(run: Run, prepared: Prepared, batch: Callable[[], tuple[Tensor, Tensor]], marks: Marks) -> Tensor:
     recipe = run.recipe
+    total: Tensor | None = None
     for i in range(run.micro_batches):
         last = i == run.micro_batches - 1
         with prepared.micro_batch(last):
             with marks.forward():
                 tokens, targets = batch()
-                with torch.autocast("cpu", DTYPES[recipe.precision.compute], enabled=recipe.precision.autocast):
+                with torch.autocast(tokens.device.type, DTYPES[recipe.precision.compute], enabled=recipe.precision.autocast):
                     loss = prepared.model(tokens, targets)
                 if run.micro_batches > 1:
                     loss = loss / run.micro_batches
+                total = loss.detach() if total is None else total + loss.detach()
                 if prepared.loss_scale is not None:
                     loss = prepared.loss_scale.scaled(loss)
             with marks.phase_of("backward"):
                 loss.backward()
                 prepared.after_backward(last)
                 marks.backward_ended()
-        loss = loss.detach()
-    return loss
+        del loss
+    assert total is not None
+    return total
 
 
 def _clip(prepared: Prepared, max_norm: float) -> None:

@@ -1,9 +1,9 @@
 """Run files in (TOML, YAML, JSON), results out."""
 
-import os
 from pathlib import Path
 from typing import Any
 
+from costmodel.atomic import write_atomically
 from costmodel.cli.guard import InputError
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
@@ -101,21 +101,12 @@ def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old content or the new one, never a part."""
+    """Write what `-o` asks for, whole or not at all; what prevents it is an InputError."""
     if path.is_dir():
         raise InputError(f"-o {path}: it is a directory. Name a file in it, such as {path / 'prediction.json'}.")
     if not path.parent.is_dir():
         raise InputError(f"-o {path}: there is no directory {path.parent}. Create it first.")
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-            path.write_text(text, encoding="utf-8")
-            return
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, text)
     except OSError as error:
         raise InputError(f"-o {path}: it cannot be written ({error.strerror}). Choose another place.") from None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from costmodel.spec import Run
 from execute import compat
-from execute.dryrun import build
+from execute.assemble import build
 from execute.dtypes import DTYPES, word
 from execute.model import Layer, Tables, Transformer
 
@@ -39,7 +39,7 @@ def saved_bytes_by_op(run: Run) -> list[Saved]:
     precision, shape = run.recipe.precision, (run.recipe.micro_batch, run.recipe.seq_len, run.model.hidden)
     stream = precision.parameter if precision.autocast else precision.compute
     parameter = DTYPES[precision.parameter if precision.autocast or run.plan.zero != 3 else precision.compute]
-    model = build(one, "meta", None)
+    model = build(one, "meta")
     assert isinstance(model, Transformer)
     with compat.FakeTensorMode():
         compat.materialise(model, lambda t: torch.empty(t.shape, dtype=parameter if t.dtype == DTYPES[precision.parameter] else t.dtype))

@@ -66,5 +66,6 @@ def strategy_name(run: Run) -> str:
 
 
 def strategy(run: Run) -> Any:
-    """The module of a plan's strategy: `shard(run, model)` on the meta device, then `prepare(run, model, ...)`."""
+    """The module of a plan's strategy: `shard(run, model, device)` while the model has no storage, for the kind of device that it will
+    lie on ("cpu", "cuda"); then, with storage, `prepare(run, model, ...)`."""
     return import_module(f"execute.strategies.{strategy_name(run)}")

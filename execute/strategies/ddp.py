@@ -19,7 +19,7 @@ from execute.strategies import Prepared, Region, no_region
 from execute.strategies.buckets import EmulatedReducer
 
 
-def shard(run: Run, model: nn.Module) -> None:
+def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
     """Nothing."""
 
 

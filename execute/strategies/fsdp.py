@@ -21,13 +21,13 @@ from execute.strategies import Prepared, Region, no_region
 from execute.strategies.mesh import groups_of, mesh_of
 
 
-def shard(run: Run, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+def shard(run: Run, model: nn.Module, device: str = "cpu", mesh: DeviceMesh | None = None) -> None:
     """fully_shard each layer, then the root. Called on the meta device: no memory, and quick at any world size.
 
     `mesh` has all axes of the run; the data-parallel ones are taken from it.
     """
     p, precision = run.plan, run.recipe.precision
-    mesh = mesh or mesh_of(run)
+    mesh = mesh or mesh_of(run, device)
     mesh = mesh["dp_replicate", "dp_shard"] if p.dp_replicate > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
     layers = list(model.get_submodule("layers").children())

@@ -10,7 +10,7 @@ from costmodel.spec import Run
 ORDER = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
-def mesh_of(run: Run, device: str = "cpu") -> DeviceMesh:
+def mesh_of(run: Run, device: str) -> DeviceMesh:
     """All axes above 1; and dp_shard where the plan shards parameters, whatever its degree."""
     p = run.plan
     names = tuple(name for name in ORDER if getattr(p, name) > 1 or name == "dp_shard" and p.zero == 3)

@@ -42,6 +42,8 @@ class Stages(nn.ModuleDict):
     def __init__(self, run: Run, context: Context) -> None:
         self.numbers = [s for s in range(run.plan.pp * run.plan.virtual_stages) if s % run.plan.pp == pipeline_rank(run)]
         parts = parts_of(run)
+        self.first_layer = [sum(part.layers for part in parts[:s]) for s in range(len(parts))]
+        """Where each stage of the pipeline begins in the model."""
         super().__init__({f"stage{s}": Transformer(context, parts[s]) for s in self.numbers})
 
     @property
@@ -54,9 +56,13 @@ class Stages(nn.ModuleDict):
         parts = [stage.part for stage in self.stages]
         return any(p.first for p in parts), any(p.last for p in parts)
 
-    def init_weights(self) -> None:
-        for stage in self.stages:
-            stage.init_weights()
+    def name_in_model(self, name: str) -> str:
+        """The name in the whole model of a parameter of a stage: "stage1.layers.0.mlp.up.weight" -> "layers.4.mlp.up.weight"."""
+        stage, _, inner = name.partition(".")
+        if not inner.startswith("layers."):
+            return inner
+        _, layer, rest = inner.split(".", 2)
+        return f"layers.{self.first_layer[int(stage.removeprefix('stage'))] + int(layer)}.{rest}"
 
 
 def pipeline_rank(run: Run) -> int:
@@ -72,15 +78,15 @@ def parts_of(run: Run) -> list[Part]:
     return [Part(n, first=i == 0, last=i == count - 1) for i, n in enumerate(layers)]
 
 
-def shard(run: Run, model: nn.Module) -> None:
+def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
     """What shards each stage, on one mesh of all axes."""
     assert isinstance(model, Stages)
-    model.mesh = mesh_of(run)
+    model.mesh = mesh_of(run, device)
     for stage in model.stages:
         if run.plan.tp > 1:
-            tensor.shard(run, stage, model.mesh)
+            tensor.shard(run, stage, device, model.mesh)
         elif run.plan.zero == 3:
-            fsdp.shard(run, stage, model.mesh)
+            fsdp.shard(run, stage, device, model.mesh)
 
 
 def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:
@@ -104,7 +110,7 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # nobody adds to the logits in place
             schedule.step(*(() if tokens is None else (tokens,)), target=targets, losses=losses, return_outputs=False)
         marks.backward_ended()
-        return losses[-1].detach() if losses else None
+        return torch.stack(losses).detach().sum() if losses else None
 
     optimizer = Several(*(make_optimizer(run.recipe.optimizer, stage.parameters()) for stage in model.stages))
     return Prepared(model, optimizer, micro_batches=micro_batches, clip=lambda norm: clip(model, norm, groups["pp"]), axes=groups)
@@ -158,7 +164,7 @@ def _stage(run: Run, number: int, module: Transformer, groups: dict[str, Any], *
     logits = torch.empty(r.micro_batch, r.seq_len, run.model.vocab, dtype=DTYPES[r.precision.compute], device="meta", requires_grad=True)
     replicated = plan.zero == 0 and plan.dp_replicate > 1
     whole: nn.Module = real_ddp(module, plan, region, groups["dp_replicate"]) if replicated and not dry else module
-    stage = Stage(whole, number, plan.pp * plan.virtual_stages, torch.device("cpu"), group=groups["pp"],
+    stage = Stage(whole, number, plan.pp * plan.virtual_stages, next(module.parameters()).device, group=groups["pp"],
                   input_args=ids if module.part.first else hidden, output_args=logits if module.part.last else hidden)
     stage.region = region
     if replicated and dry:

@@ -7,7 +7,7 @@ from execute.optim import make_optimizer
 from execute.strategies import Prepared, Region, no_region
 
 
-def shard(run: Run, model: nn.Module) -> None:
+def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
     """Nothing."""
 
 

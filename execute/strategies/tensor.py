@@ -31,12 +31,12 @@ from execute.strategies import Prepared, Region, fsdp, no_region, single
 from execute.strategies.mesh import groups_of, mesh_of
 
 
-def shard(run: Run, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+def shard(run: Run, model: nn.Module, device: str = "cpu", mesh: DeviceMesh | None = None) -> None:
     """Tensor parallelism, then FSDP2 on the other axes of the same mesh."""
-    mesh = mesh or mesh_of(run)
+    mesh = mesh or mesh_of(run, device)
     parallelize(run, model, mesh["tp"])
     if run.plan.zero == 3:
-        fsdp.shard(run, model, mesh)
+        fsdp.shard(run, model, device, mesh)
 
 
 def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:

@@ -13,7 +13,7 @@ from execute.strategies import Prepared, Region, no_region
 from execute.strategies.ddp import replicate
 
 
-def shard(run: Run, model: nn.Module) -> None:
+def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
     """Nothing before the optimizer exists."""
 
 

@@ -136,7 +136,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("costmodel.cli.files.os.replace", refuse)
+    monkeypatch.setattr("costmodel.atomic.os.replace", refuse)
     result = call(f"{ASKED} -o {target}")
     assert result.exit_code == 2
     assert result.stderr == f"error: -o {target}: it cannot be written (No space left on device). Choose another place.\n"

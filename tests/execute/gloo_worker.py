@@ -1,17 +1,29 @@
-"""One rank of a real job under gloo: performs runs on real tensors and writes what rank 0 saw. Started by test_real_runs."""
+"""One rank of a real job under gloo: performs runs on real tensors, one after the other, and writes what was seen. Started by gloo_ranks."""
 
 import json
 import sys
-import zlib
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from costmodel.inputs import build_run
+from execute import compat
+from execute.assemble import assemble
+from execute.data import Text
+from execute.marks import NoMarks
+from execute.strategies.pipeline import Stages
+from execute.train import Training, make_ready
+
+COUNTING = Text(torch.arange(10_000).remainder(64).to(torch.uint8))
+"""A text that is easily learnt."""
 
 
-def seen(run: Any) -> dict[str, Any]:
+def seen(run: Any, keep: Path) -> dict[str, Any]:
+    """Bytes and collectives of a watched step."""
     from execute.dryrun import observe_real, report
     role = report(observe_real(run), 0).roles[0]
     memory = role.memory
@@ -20,60 +32,90 @@ def seen(run: Any) -> dict[str, Any]:
             "collectives": sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())}
 
 
-def losses(run: Any) -> list[float]:
-    """Three steps on the same data in every strategy; the mean over the ranks that know it."""
-    from contextlib import nullcontext
+def learn(run: Any, keep: Path) -> list[float]:
+    """The losses of five steps; the gradients of the first go to a file."""
+    job, losses = training(run, 5), []
+    for step in range(job.steps):
+        losses.append(mean_over_ranks(make_ready(job, step)(None)))
+        if step == 0:
+            torch.save(gradients(job.prepared), keep / f"{dist.get_rank() if dist.is_initialized() else 0}.pt")
+    return losses
 
-    from execute import compat
-    from execute.data import random_batch
-    from execute.dryrun import build
-    from execute.step import train_step
-    from execute.strategies import strategy
-    chosen, values = strategy(run), []
-    model = build(run, "meta")
-    chosen.shard(run, model)
-    compat.materialise(model, lambda t: torch.empty(t.shape, dtype=t.dtype))
-    fill(model)
-    prepared = chosen.prepare(run, model, dry=False, region=lambda name: nullcontext())
-    torch.manual_seed(100 + (dist.get_rank() if run.plan.dp > 1 else 0))
-    batch: Any = random_batch(run)
-    if run.plan.pp > 1:
-        batch = tuple(t.repeat(run.micro_batches, 1) if here else None for t, here in zip(batch, model.ends, strict=True))
-    for _ in range(3):
-        loss = train_step(run, prepared, lambda: batch)
-        known = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0])
+
+def overflow(run: Any, keep: Path) -> dict[str, Any]:
+    """A step whose gradients are infinite on the last rank alone, then one that is not: how far the parameters moved, and the scale."""
+    job = training(run, 3)
+    parameters = [p for group in job.prepared.optimizer.param_groups for p in group["params"]]
+    moved, scales = [], []
+    for step in range(2):
+        before = [t.clone() for t in compat.inner_tensors(parameters)]
+        make_ready(job, step)(Poison(parameters) if step == 0 and dist.get_rank() == dist.get_world_size() - 1 else None)
+        moved.append(float(sum((a - b).detach().abs().sum() for a, b in zip(compat.inner_tensors(parameters), before, strict=True))))
+        assert job.prepared.loss_scale is not None
+        scales.append(job.prepared.loss_scale.scale.item())
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {"moved": moved, "scales": scales})
+    return {"ranks": everywhere}
+
+
+class Poison(NoMarks):
+    """Makes a gradient infinite before it is unscaled."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+
+    @contextmanager
+    def phase_of(self, name: str) -> Any:
+        if name == "unscale":
+            next(compat.inner_tensors([p.grad for p in self.parameters if p.grad is not None and p.numel()])).view(-1)[0] = torch.inf
+        yield
+
+
+def training(run: Any, steps: int) -> Training:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Training(run, assemble(run, "cpu", seed=3), COUNTING, rank, "cpu", steps)
+
+
+def mean_over_ranks(loss: Any) -> float:
+    known = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0])
+    if dist.is_initialized():
         dist.all_reduce(known)
-        values.append((known[0] / known[1]).item())
-    return values
+    return (known[0] / known[1]).item()
 
 
-def fill(model: torch.nn.Module) -> None:
-    """The same values whatever the sharding: each parameter from a seed of its name in the whole model, then cut."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-    model.init_weights()  # type: ignore[operator]
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            seed = torch.Generator().manual_seed(zlib.crc32(name_in_model(model, name).encode()))
-            whole = torch.empty(p.shape).normal_(0, 0.02, generator=seed) + (p.dim() == 1)
-            p.copy_(distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole)
-
-
-def name_in_model(model: torch.nn.Module, name: str) -> str:
-    """The name of a stage's parameter in the model that is not cut into stages of one layer each."""
-    stage, _, inner = name.partition(".")
-    return inner.replace("layers.0.", f"layers.{stage.removeprefix('stage')}.") if stage.startswith("stage") else name
+def gradients(prepared: Any) -> dict[str, Any]:
+    """The whole gradient of every parameter that this rank has, by its name in the model."""
+    model = getattr(prepared.model, "module", prepared.model)
+    flats = {}
+    for shard in (p for group in prepared.optimizer.param_groups for p in group["params"]):
+        if shard.grad is not None and not isinstance(shard, DTensor) and shard.untyped_storage().nbytes() > shard.numel() * shard.element_size():
+            whole = torch.empty(shard.numel() * dist.get_world_size())  # a slice of ZeRO-2's flat parameters
+            dist.all_gather_into_tensor(whole, shard.grad)
+            flats[shard.untyped_storage().data_ptr()] = whole
+    found = {}
+    for name, p in model.named_parameters():
+        name = model.name_in_model(name) if isinstance(model, Stages) else name
+        if isinstance(p.grad, DTensor):
+            found[name] = p.grad.full_tensor()
+        elif p.grad is not None:
+            found[name] = p.grad.clone()
+        else:
+            start = p.storage_offset()
+            found[name] = flats[p.untyped_storage().data_ptr()][start:start + p.numel()].view(p.shape).clone()
+    return found
 
 
 def main() -> None:
     _, rendezvous, rank, world, cases, out = sys.argv
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world))
-    results = {}
-    for name, (what, given) in json.loads(cases).items():
-        results[name] = {"seen": seen, "losses": losses}[what](build_run(**given))
+    results, folder = {}, Path(out)
+    for number, (name, (what, given)) in enumerate(json.loads(cases).items()):
+        keep = folder / str(number)
+        keep.mkdir(exist_ok=True)
+        results[name] = {"number": number, "result": {"seen": seen, "learn": learn, "overflow": overflow}[what](build_run(**given), keep)}
     if int(rank) == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
+        (folder / "out.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

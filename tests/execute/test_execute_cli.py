@@ -78,7 +78,7 @@ def test_a_bad_plan_exits_2(run_file: str) -> None:
 def test_without_torch_it_exits_2_and_says_what_to_install(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise execute.TorchMissing("Install it with: pip install torch")
-    monkeypatch.setattr("execute.cli.require_torch", missing)
+    monkeypatch.setattr("execute.require_torch", missing)
     result = CliRunner().invoke(app, ["dryrun", run_file])
     assert result.exit_code == 2
     assert "pip install torch" in result.output

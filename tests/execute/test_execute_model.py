@@ -9,8 +9,9 @@ torch = pytest.importorskip("torch")
 from small_runs import GPT, LLAMA, cpu_run  # noqa: E402
 
 from costmodel.spec.parameters import embedding_params, head_params, layer_params  # noqa: E402
+from execute.assemble import build  # noqa: E402
 from execute.data import random_batch  # noqa: E402
-from execute.dryrun import build  # noqa: E402
+from execute.weights import init_weights  # noqa: E402
 
 SHAPES = [LLAMA, GPT, {**LLAMA, "qk_norm": "per_head", "tied_embeddings": True}, {**LLAMA, "qk_norm": "full", "norm_placement": "post"},
           {**LLAMA, "norms_per_layer": 4, "norm_placement": "sandwich"}, {**GPT, "parallel_residual": True, "norms_per_layer": 1},
@@ -33,7 +34,7 @@ def test_parameters_have_the_names_shapes_and_order_of_the_spec(shape: dict[str,
 def loss_and_gradients(run: Any) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     model = build(run, "cpu")
-    model.init_weights()
+    init_weights(model)
     torch.manual_seed(1)
     loss = model(*random_batch(run))
     loss.backward()

@@ -1,0 +1,29 @@
+"""Start a real job of several ranks under gloo that performs many runs (gloo_worker)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 400
+
+
+def perform(cases: dict[str, tuple[str, dict[str, Any]]], world: int, where: Path) -> dict[str, dict[str, Any]]:
+    """What rank 0 wrote of each case: its `result`, and the `number` of the folder in `where` that has its files."""
+    root, worker = Path(__file__).resolve().parents[2], Path(__file__).with_name("gloo_worker.py")
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    logs = [where / f"rank{r}.log" for r in range(world)]
+    ranks = []
+    for r, log in enumerate(logs):
+        with log.open("w") as file:
+            ranks.append(subprocess.Popen([sys.executable, str(worker), str(where / "store"), str(r), str(world), json.dumps(cases), str(where)],
+                                          env=environment, stdout=file, stderr=file))
+    try:
+        for rank, log in zip(ranks, logs, strict=True):
+            assert rank.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return json.loads((where / "out.json").read_text())

@@ -1,0 +1,127 @@
+"""Every way to spread a step computes what one process computes with the whole batch: gradients of the first step, losses of five."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gloo_ranks import perform  # noqa: E402
+
+from costmodel.inputs import build_run  # noqa: E402
+
+LLAMA: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 60, "vocab": 66}
+"""Sizes that four ranks do not divide: shards are uneven and padded."""
+GPT: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 66, "gated": False, "activation": "gelu", "norm": "layernorm",
+                       "norm_bias": True, "positions": "learned", "position_rows": 16, "qkv_bias": True, "attention_out_bias": True,
+                       "mlp_bias": True, "fused_qkv": True, "tied_embeddings": True}
+OPTIMIZERS = {"sgd": {"base": "sgd:foreach", "lr": 1.0}, "adamw": {"base": "adamw", "lr": 0.01, "weight_decay": 0.1}}
+CLIPPED = 0.5
+"""Below the norm of these models' gradients: every step is clipped."""
+SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 4096}
+
+
+class Case(NamedTuple):
+    """A plan, and how many micro-batches."""
+
+    plan: dict[str, Any]
+    grad_accum: tuple[int, ...] = (1, 2)
+    model: dict[str, Any] = LLAMA
+    clip_norm: float = CLIPPED
+
+
+TWO = {
+    "ddp": Case({"strategy": "ddp", **SMALL_BUCKETS}), "ddp views, every micro-batch": Case(
+        {"strategy": "ddp", "gradient_as_bucket_view": True, "sync_each_micro_batch": True}, (2,)),
+    "zero1": Case({"strategy": "zero1"}), "zero2": Case({"strategy": "zero2", "bucket_bytes": 8192}),
+    "zero2, no sync": Case({"strategy": "zero2", "sync_each_micro_batch": False}, (2,)),
+    "fsdp": Case({"strategy": "fsdp"}), "fsdp, no sync, kept": Case({"strategy": "fsdp", "sync_each_micro_batch": False,
+                                                                     "reshard_after_forward": False}, (2,)),
+    "gpt, fsdp, checkpointed": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), GPT),
+    "gpt, zero1, unclipped": Case({"strategy": "zero1"}, (2,), GPT, 0.0),
+    "tp": Case({"strategy": "ddp", "tp": 2}), "tp, sequence and loss parallel": Case(
+        {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True}, (2,)),
+    "pp naive": Case({"strategy": "ddp", "pp": 2, "schedule": "naive"}, (2,)), "pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (1, 4)),
+    "pp 1f1b": Case({"strategy": "ddp", "pp": 2}, (2, 4)), "pp 1f1b, uneven": Case({"strategy": "ddp", "pp": 2, "stage_layers": [3, 1]}, (2,)),
+    "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
+}
+FOUR = {
+    "ddp of 4": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,)), "zero1 of 4": Case({"strategy": "zero1"}, (1,)),
+    "zero2 of 4": Case({"strategy": "zero2", "bucket_bytes": 8192}, (2,)), "fsdp of 4": Case({"strategy": "fsdp"}, (2,)),
+    "hsdp 2 x 2": Case({"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2}), "fsdp 2 x tp 2": Case(
+        {"strategy": "fsdp", "tp": 2, "sequence_parallel": True}, (2,)),
+    "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
+    "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
+    "pp 2 x tp 2": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}, (2,)),
+}
+SCALED = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def given(case: Case, gpus: int, grad_accum: int, optimizer: str) -> dict[str, Any]:
+    recipe = {"seq_len": 16, "micro_batch": 2, "grad_accum": grad_accum, "precision": "fp32", "optimizer": OPTIMIZERS[optimizer],
+              "clip_norm": case.clip_norm, "warmup_steps": 2}
+    return {"model": case.model, "cluster": {"gpu": "cpu_epyc_2core", "gpus": gpus}, "plan": case.plan, "recipe": recipe}
+
+
+def rows(cases: dict[str, Case]) -> dict[str, tuple[Case, int, str]]:
+    return {f"{name}, {m} micro-batches, {optimizer}": (case, m, optimizer) for name, case in cases.items() for m in case.grad_accum
+            for optimizer in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    where = tmp_path_factory.mktemp("two")
+    cases: dict[str, Any] = {name: ("learn", given(case, 2, m, optimizer)) for name, (case, m, optimizer) in rows(TWO).items()}
+    for strategy in SCALED:
+        recipe = {"seq_len": 16, "micro_batch": 2, "precision": "fp16-mixed", "optimizer": "sgd:foreach"}
+        cases[f"overflow {strategy}"] = "overflow", {"model": LLAMA, "cluster": {"gpu": "v100_sxm2_16gb", "gpus": 2}, "plan": {"strategy": strategy},
+                                                     "recipe": recipe}
+    return perform(cases, 2, where), where
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    where = tmp_path_factory.mktemp("four")
+    return perform({name: ("learn", given(case, 4, m, optimizer)) for name, (case, m, optimizer) in rows(FOUR).items()}, 4, where), where
+
+
+def alone(case: Case, gpus: int, grad_accum: int, optimizer: str, keep: Path) -> tuple[list[float], dict[str, Any]]:
+    """One process with micro-batches of all ranks' sequences."""
+    from gloo_worker import learn
+    spread = given(case, gpus, grad_accum, optimizer)
+    dp = build_run(**spread).plan.dp
+    recipe = {**spread["recipe"], "micro_batch": 2 * dp}
+    run = build_run(model=case.model, cluster={"gpu": "cpu_epyc_2core", "gpus": 1}, plan={"strategy": "single"}, recipe=recipe)
+    return learn(run, keep), torch.load(keep / "0.pt")
+
+
+def same(done: tuple[dict[str, Any], Path], name: str, row: tuple[Case, int, str], gpus: int, keep: Path) -> None:
+    outcome, where = done[0][name], done[1]
+    losses, gradients = alone(row[0], gpus, row[1], row[2], keep)
+    assert max(losses) - min(losses) > 1e-2 * losses[0]
+    assert outcome["result"] == pytest.approx(losses, rel=1e-4)
+    found: dict[str, Any] = {}
+    for rank in range(gpus):
+        found |= torch.load(where / str(outcome["number"]) / f"{rank}.pt")
+    assert found.keys() == gradients.keys()
+    for parameter, gradient in gradients.items():
+        assert torch.linalg.vector_norm(found[parameter] - gradient) <= 1e-4 * torch.linalg.vector_norm(gradient), parameter
+
+
+@pytest.mark.parametrize("name", rows(TWO))
+def test_two_ranks_compute_what_one_process_computes(name: str, two: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    same(two, name, rows(TWO)[name], 2, tmp_path)
+
+
+@pytest.mark.parametrize("name", rows(FOUR))
+def test_four_ranks_compute_what_one_process_computes(name: str, four: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    same(four, name, rows(FOUR)[name], 4, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", SCALED)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(strategy: str, two: tuple[dict[str, Any], Path]) -> None:
+    """torch.amp.GradScaler halves its scale of 65536 and skips; the next step trains."""
+    for rank in two[0][f"overflow {strategy}"]["result"]["ranks"]:
+        assert rank["moved"][0] == 0 < rank["moved"][1]
+        assert rank["scales"] == [32768, 32768]
