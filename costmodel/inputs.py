@@ -31,6 +31,10 @@ STRATEGY_FIELDS: dict[str, dict[str, Any]] = {
     "zero2": {"zero": 2}, "zero3": {"zero": 3}, "fsdp": {"zero": 3}, "fsdp2": {"zero": 3}, "hsdp": {"zero": 3},
     "megatron": {"framework": "megatron"}}
 """What each strategy word means; "hsdp" also shards within a node only."""
+OTHER_FIELDS = {
+    "tp": "tp = 2, say", "pp": "pp = 2, say", "cp": "cp = 2, say", "ep": "ep = 2, say", "sequenceparallel": "sequence_parallel = true beside tp",
+    "megatrondistributedoptimizer": "the strategy megatron with ZeRO stage 1", "muondistributed": "optimizer = muon"}
+"""Ways to spread a step, by their names in `costmodel list strategies`, that are not a strategy word but a field."""
 INPUT_KEYS = ("model", "params", "cluster", "plan", "recipe", "profile")
 LARGEST_NUMBER = 10**15
 
@@ -80,7 +84,11 @@ def first_error(error: ValidationError, prefix: str = "") -> PlanError:
     if kind == "extra_forbidden":
         return PlanError(path, value, "there is no such field.", "Remove it, or see docs/run.md for the fields.")
     if kind == "missing" and last.isdigit():
-        return PlanError(path.rpartition(".")[0], None, f"it needs more than {last} items.", "docs/run.md says what it takes.")
+        needed = 1 + max(int(e["loc"][-1]) for e in error.errors() if e["loc"][:-1] == detail["loc"][:-1])
+        return PlanError(path.rpartition(".")[0], None, f"it takes {needed} items, and {last} {'is' if last == '1' else 'are'} given.",
+                         "docs/run.md says what it takes.")
+    if kind == "too_long":
+        return PlanError(path, None, f"it takes {ctx['max_length']} items, and {ctx['actual_length']} are given.", "docs/run.md says what it takes.")
     if kind == "missing":
         return PlanError(path, None, "it is needed and not given.", f"Give {last}; docs/run.md says what it takes.")
     if kind == "literal_error":
@@ -162,8 +170,11 @@ def _build(kind: type[S], fields: Mapping[str, Any]) -> S:
 
 def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     model, params = given.get("model"), given.get("params")
-    if model is not None and params is not None and (not isinstance(model, Mapping) or model.keys() & SIZES):
-        raise PlanError("params", params, "both a model and a parameter count are given.", "Give one of the two.")
+    if model is not None and params is not None:
+        if not isinstance(model, Mapping) or "base" in model:
+            raise PlanError("params", params, "both a model and a parameter count are given.", "Give one of the two.")
+        if sizes := [key for key in model if key in SIZES]:
+            raise PlanError(f"model.{sizes[0]}", model[sizes[0]], f"it follows from params = {params}, which is given as well.", "Give one of the two.")
     if params is not None:
         if not isinstance(params, str | int | float) or isinstance(params, bool):
             raise PlanError("params", params, "is not a number of parameters.", "Write it as 350M, 1B or 70e9.")
@@ -191,7 +202,7 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
     return _build(Model, fields if base is None else {**fields_of(catalog.model(str(base)), fields), **fields})
 
 
-SIZES = frozenset({"base", "layers", "hidden", "heads", "ffn"})
+SIZES = frozenset({"layers", "hidden", "heads", "ffn"})
 """Fields of a model that a parameter count decides."""
 
 
@@ -309,6 +320,8 @@ def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> P
 def _apply_strategy(word: str, given: dict[str, Any]) -> None:
     """Resolve an input word into fields; a contradiction with a field given beside it is an error."""
     fields = STRATEGY_FIELDS.get(strategy_key(word))
+    if strategy_key(word) in OTHER_FIELDS:
+        raise PlanError("plan.strategy", word, "has a field of its own, and goes with a strategy.", f"Use {OTHER_FIELDS[strategy_key(word)]}.")
     if fields is None:
         close = difflib.get_close_matches(strategy_key(word), STRATEGIES, 1)
         raise PlanError("plan.strategy", word, "is not a strategy.",

@@ -37,29 +37,43 @@ ZERO = Reading((0,) * WIDTH, 0, 0, (0,) * WIDTH, "", 0, (0,) * len(POOLS), (0,) 
 def read_block(block: Block) -> Reading:
     """One pass over the ops: allocations count before an op runs, releases after it."""
     net = [0] * WIDTH
-    pools, pool_peaks = [0] * len(POOLS), [0] * len(POOLS)
     total = peak = top = 0
-    moment = ""
+    moment, aside = "", False
     at_peak: tuple[int, ...] | None = None
     for op in block.ops:
-        if op.allocs:
-            for _, category, nbytes, pool in op.allocs:
+        allocs, frees = op.allocs, op.frees
+        if allocs:
+            for _, category, nbytes, pool in allocs:
                 net[INDEX[category]] += nbytes
                 total += nbytes
-                p = POOL_INDEX[pool]
-                pools[p] += nbytes
-                if pools[p] > pool_peaks[p]:
-                    pool_peaks[p] = pools[p]
+                if pool:
+                    aside = True
             if total > peak:
                 peak, moment, at_peak = total, op.name, tuple(net)
             if net[ACTIVATIONS] > top:
                 top = net[ACTIVATIONS]
-        for _, category, nbytes, pool in op.frees:
-            net[INDEX[category]] -= nbytes
-            total -= nbytes
-            pools[POOL_INDEX[pool]] -= nbytes
+        if frees:
+            for _, category, nbytes, pool in frees:
+                net[INDEX[category]] -= nbytes
+                total -= nbytes
+                if pool:
+                    aside = True
     words = f"{block.phase} of {block.name}: {moment}" if moment else ""
-    return Reading(tuple(net), total, peak, at_peak or (0,) * WIDTH, words, top, tuple(pools), tuple(pool_peaks))
+    pools, pool_peaks = _read_pools(block) if aside else ((total, 0, 0), (peak, 0, 0))
+    return Reading(tuple(net), total, peak, at_peak or (0,) * WIDTH, words, top, pools, pool_peaks)
+
+
+def _read_pools(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes per allocator pool at the end, and the highest of each, where a block uses more than the compute stream's."""
+    pools, peaks = [0] * len(POOLS), [0] * len(POOLS)
+    for op in block.ops:
+        for t in op.allocs:
+            p = POOL_INDEX[t.pool]
+            pools[p] += t.nbytes
+            peaks[p] = max(peaks[p], pools[p])
+        for t in op.frees:
+            pools[POOL_INDEX[t.pool]] -= t.nbytes
+    return tuple(pools), tuple(peaks)
 
 
 def join(a: Reading, b: Reading) -> Reading:
@@ -79,6 +93,8 @@ def join(a: Reading, b: Reading) -> Reading:
 
 def repeat(a: Reading, n: int) -> Reading:
     """a, n times: the peak is in the last repeat where a leaves something behind, else in the first."""
+    if not any(a.net) and not any(a.pools):
+        return a
     before = Reading(tuple([x * (n - 1) for x in a.net]), a.total * (n - 1), 0, (0,) * WIDTH, "", 0,
                      tuple([x * (n - 1) for x in a.pools]), (0,) * len(POOLS))
     end = join(before, a)
@@ -89,7 +105,8 @@ def repeat(a: Reading, n: int) -> Reading:
 
 def read(part: Part, memo: dict[int, Reading]) -> Reading:
     """The reading of a piece of program; `memo` holds what has been read before, of this program."""
-    return fold(part, read_block, join, repeat, ZERO, memo)
+    known = memo.get(id(part))
+    return fold(part, read_block, join, repeat, ZERO, memo) if known is None else known
 
 
 def of_tensors(tensors: tuple[Tensor, ...]) -> Reading:
@@ -126,9 +143,12 @@ def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Readi
         one = read(child, memo)
         passes = join(passes, one if n == 1 else repeat(one, n))
     here = Reading(passes.net, passes.total, passes.total, passes.net, "before the update", passes.net[ACTIVATIONS], passes.pools, passes.pools)
-    last, n = step.parts[-1]
+    last, _ = step.parts[-1]
     update = join(here, read(last, memo))
-    return join(passes, read(last, memo)), passes, update
+    higher = update if update.peak > passes.peak else passes
+    whole = Reading(update.net, update.total, higher.peak, higher.at_peak, higher.moment, max(passes.activations, update.activations), update.pools,
+                    tuple(map(max, passes.pool_peaks, update.pool_peaks)))
+    return whole, passes, update
 
 
 def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> MemoryReading:

@@ -4,12 +4,13 @@ from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build, single_builder
-from costmodel.program.ir import BlockCounts, Comm, block_counts
+from costmodel.program.ir import BlockCounts, block_counts
 from costmodel.program.layers import resolved_attention
+from costmodel.program.parallel.base import OPTIONAL, Strategy
 from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.simulate import Scan, seconds, step_time
-from costmodel.spec import Run
+from costmodel.spec import Plan, Run
 from costmodel.timing import pipeline_times, step_report
 
 RISKY_SHARE = 0.90
@@ -36,8 +37,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
     memo: dict[int, reading.Reading] = {}
-    sends: dict[int, list[Comm]] = {}
-    sent = {key: _collectives(count, prices, sends) for key, count in {id(count): count for count in counts}.items()}
+    sent = {key: _collectives(count, prices, scan) for key, count in {id(count): count for count in counts}.items()}
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time, sent[id(count)])
              for role, time, count in zip(program.roles, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
@@ -91,14 +91,11 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 # -- time --------------------------------------------------------------------------------------------------------------------
 
 
-def _collectives(counts: BlockCounts, prices: RunPrices, sends: dict[int, list[Comm]]) -> tuple[Collective, ...]:
-    """The collectives of a step, equal ones together. `sends` carries those of a block (by identity) from rank to rank."""
+def _collectives(counts: BlockCounts, prices: RunPrices, scan: Scan) -> tuple[Collective, ...]:
+    """The collectives of a step, equal ones together."""
     found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
     for block, times in counts:
-        sent = sends.get(id(block))
-        if sent is None:
-            sent = sends[id(block)] = [op.comm for op in block.ops if op.comm is not None]
-        for c in sent:
+        for c in scan.of(block).sent:
             phase = "backward" if block.phase == "recompute" else block.phase
             key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
             found[key] = found.get(key, 0) + times
@@ -151,7 +148,7 @@ def _bound_by(time: TimeReport | None) -> str:
 
 
 def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
-    m, r, p = run.model, run.recipe, run.plan
+    m, r, p, c = run.model, run.recipe, run.plan, run.plan.checkpointing
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
@@ -166,9 +163,24 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     if resolved_attention(run) == "math" and r.attention == "sdpa" and run.cluster.accelerator.kernel_table == "cuda":
         notes.append(f"scaled_dot_product_attention has no fused kernel for {r.precision.compute} with grouped queries or this head size: it takes the "
                      "composed one, which keeps the score matrix.")
+    if unread := _unread(run, program.strategy):
+        notes.append(f"Given, but nothing here reads it: {', '.join(unread)}.")
+    if c.mode == "full" and max(c.group, c.every) > m.layers:
+        word = "group" if c.group > m.layers else "every"
+        notes.append(f"plan.checkpointing.{word} = {max(c.group, c.every)} is more than the {m.layers} layers: it does what {m.layers} does.")
     if m.attention_pattern != "global" and not m.sliding_window:
         notes.append("Attention is counted as global in every layer.")
     return notes
+
+
+def _unread(run: Run, strategy: Strategy) -> list[str]:
+    """Fields set to something else than their default that change nothing in this run."""
+    p, plain = run.plan, {name: field.default for name, field in Plan.model_fields.items()}
+    alone = [name for name, axis in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if axis == 1]
+    unread = [f"plan.{name}" for name in (*alone, *(name for name in OPTIONAL if name not in strategy.reads)) if getattr(p, name) != plain[name]]
+    if run.recipe.grad_accum_fusion and strategy.name != "megatron":
+        unread.append("recipe.grad_accum_fusion")
+    return unread
 
 
 def _uneven(run: Run, times: list[TimeReport]) -> list[str]:

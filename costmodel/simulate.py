@@ -81,6 +81,8 @@ class Compiled:
     """FLOPs of its matmuls and attention kernels, those that run a second time left out."""
     host_s: float
     """Seconds the host spends issuing it."""
+    sent: tuple[Comm, ...]
+    """Its collectives."""
 
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
@@ -91,6 +93,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     launch, price = prices.launch_s(phase), prices.device_s
     busy: dict[str, float] = {}
     flops: dict[str, float] = {}
+    sent: list[Comm] = []
     total = 0.0
     for op in block.ops:
         kind, kernels = op.kind, op.kernels
@@ -119,6 +122,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
         detached = 1.0 if op.detached else 0.0
         if kind == "collective":
             assert op.comm is not None
+            sent.append(op.comm)
             steps.append((ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached))
         elif kind in ("side", "copy"):
             steps.append((SIDE, launch * kernels, price(op), 0.0, op.axis or "copy", op.event, detached))
@@ -128,7 +132,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
         steps.append((CHUNK, host, device, longest, "", "", 0.0))
     for step in steps:
         total += step[1]
-    return Compiled(tuple(steps), phase, busy, flops, total)
+    return Compiled(tuple(steps), phase, busy, flops, total, tuple(sent))
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
@@ -282,6 +286,7 @@ class Scan:
 
     def of(self, block: Block) -> Compiled:
         """The block as steps, compiled once."""
+        block = block.timed
         key = id(block)
         known = self.compiled.get(key)
         if known is None:

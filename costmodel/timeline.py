@@ -201,7 +201,7 @@ def _block_slices(clocks: Clocks, block: Block, scan: Scan) -> Iterator[Slice]:
         code, _, device, _, axis, *_ = step
         compute, host = clocks.compute, clocks.host
         waits = dict(clocks.waits)
-        run_block(clocks, Compiled((step,), block.phase, {}, {}, 0.0), scan.kappa)
+        run_block(clocks, Compiled((step,), block.phase, {}, {}, 0.0, ()), scan.kappa)
         if clocks.host > host and code != CHUNK:
             yield Slice(HOST, host, clocks.host, ops[0].name, block.phase, "host", ops[0])
         if code == CHUNK:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import PlanError, build_run, resolve
+from costmodel.catalog import STRATEGIES
 
 ONE_B = {"params": "1B"}
 
@@ -156,7 +157,7 @@ def test_a_written_run_reads_back_as_itself() -> None:
     ({"recipe": {"seq_len": 0}}, "recipe.seq_len = 0: must be above 0. Use seq_len = 1."),
     ({"recipe": {"dropout": float("nan")}}, "recipe.dropout = nan: is not a finite number. Use one such as 0.1."),
     ({"recipe": {"optimizer": "adm"}}, "recipe.optimizer = adm: is not an optimizer of the catalogue. Did you mean adam?"),
-    ({"recipe": {"optimizer": {"betas": [0.9]}}}, "recipe.optimizer.betas: it needs more than 1 items. docs/run.md says what it takes."),
+    ({"recipe": {"optimizer": {"betas": [0.9]}}}, "recipe.optimizer.betas: it takes 2 items, and 1 is given. docs/run.md says what it takes."),
     ({"recipe": {"precision": 16}}, "recipe.precision = 16: must be a word or a table of fields. docs/run.md lists both."),
     ({"params": "1Q"}, "params = 1Q: is not a number of parameters. Write it as 350M, 1B or 70e9."),
     ({"params": "1e999"}, "params = 1e999: is not a finite number of parameters. Write it as 350M, 1B or 70e9."),
@@ -208,7 +209,20 @@ def test_a_parameter_count_and_a_field_that_is_no_size() -> None:
     assert run.model.params == tied.params + tied.vocab * tied.hidden
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", {"base": "llama-3-8b"}, {"layers": 4}])
+@pytest.mark.parametrize("model", ["llama-3-8b", {"base": "llama-3-8b"}])
 def test_a_parameter_count_and_a_shape_are_too_much(model: Any) -> None:
     with pytest.raises(PlanError, match="both a model and a parameter count"):
         build_run(params="1B", model=model)
+
+
+def test_a_size_beside_a_parameter_count_is_named() -> None:
+    with pytest.raises(PlanError, match=r"model\.layers = 0: it follows from params = 1B, which is given as well\. Give one of the two\."):
+        build_run(params="1B", model={"layers": 0})
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_listed_strategy_is_a_word_or_says_which_field_it_is(name: str) -> None:
+    try:
+        build_run(params="1B", cluster={"gpus": 1 if name == "single" else 8}, plan={"strategy": name})
+    except PlanError as error:
+        assert "has a field of its own" in error.rule

@@ -85,12 +85,12 @@ def predict(
 
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=SectionedCommand)(schedule)
+app.command(cls=SectionedCommand)(solve)
 app.command(cls=SectionedCommand)(tui)
 app.command(cls=SectionedCommand)(trace)
 app.command(cls=SectionedCommand)(explain)
 app.command(cls=SectionedCommand)(waterfall)
 app.command(cls=SectionedCommand)(compare)
-app.command(cls=SectionedCommand)(solve)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":

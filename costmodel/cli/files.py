@@ -61,7 +61,7 @@ def _parse(path: Path, text: str) -> Any:
     if kind == ".json":
         import json
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
         except json.JSONDecodeError as error:
             raise _broken(path, "JSON", f"{error.msg} (at line {error.lineno}, column {error.colno})", text) from None
         except ValueError as error:
@@ -75,7 +75,12 @@ def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.2's floats: 3e-4 is a number, not a word."""
+        """YAML 1.2's floats: 3e-4 is a number, not a word. A key may appear once."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [(key.value, key.start_mark.line + 1) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            _once(path, [(f"{key}", line) for key, line in keys], [line for _, line in keys])
+            return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
     try:
@@ -86,6 +91,16 @@ def _parse_yaml(path: Path, text: str) -> Any:
         raise _broken(path, "YAML", f"{error.problem or error.context}{where}", text) from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise _broken(path, "YAML", " ".join(str(error).split()), text) from None
+
+
+def _once(path: Path, pairs: list[tuple[str, Any]], lines: list[int] | None = None) -> dict[str, Any]:
+    """The mapping of these pairs, where no key appears twice: which of two values is meant, a file cannot say."""
+    seen: set[str] = set()
+    for i, (key, _) in enumerate(pairs):
+        if key in seen:
+            raise InputError(f"{path}: {key} appears twice in one table{f' (again at line {lines[i]})' if lines else ''}. Leave one out.")
+        seen.add(key)
+    return dict(pairs)
 
 
 def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:

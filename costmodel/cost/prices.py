@@ -69,6 +69,8 @@ class RunPrices:
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
+        if op.kind == "memory":
+            return self.compute.memory_fixed_s * op.kernels + op.nbytes / self.compute.memory_bytes_per_s
         known = self._device.get(id(op))
         if known is None:
             known = self._device[id(op)] = (op, self.compute.op_s(op))

@@ -87,6 +87,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
+            (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
             (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
             (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
@@ -117,6 +118,8 @@ class Builder:
                  stage: Stage | None = None) -> None:
         self.run = run
         self.stage = stage or Stage(WHOLE, inventory.layers, True, True)
+        self.tied = run.model.tied_embeddings and self.stage.first and self.stage.last
+        """Lookup and head share a matrix on this rank."""
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
@@ -124,9 +127,9 @@ class Builder:
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
-        """Forward and recompute of a unit, the same under every strategy; backward of a layer, the same on every stage."""
+        """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""
         self.parts: dict[object, Seq] = {}
-        self.slots: dict[tuple[str, str], Seq] = {}
+        self.slots: dict[tuple[object, ...], Seq] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
         self.raw_backward: dict[object, list[Op | GradReady]] = like.raw_backward if like else {}
         layer = self.unit[LAYER]
@@ -241,8 +244,13 @@ class Builder:
         """The unit's backward as the tape derives it."""
         key = (unit, borrowed)
         if key not in self.raw_backward:
-            u = self.unit[unit]
-            self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=self._saves_entry(unit) and not borrowed[0], owned=not borrowed[1])
+            u, frees = self.unit[unit], self._saves_entry(unit)
+            if borrowed[0] and frees:
+                assert u.entry is not None
+                ops = self._raw_backward(unit, (False, borrowed[1]))
+                self.raw_backward[key] = [_keeping(op, Tensor(u.entry.name, "activations", u.entry.own_bytes)) for op in ops]
+            else:
+                self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1])
         return self.raw_backward[key]
 
     def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool]) -> list[Op]:
@@ -255,7 +263,7 @@ class Builder:
             if isinstance(item, Op):
                 out.append(item)
                 continue
-            tied = self.run.model.tied_embeddings and item.param.name == "embedding.weight" and self.stage.first and self.stage.last
+            tied = self.tied and item.param.name == "embedding.weight"
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
             if tied and unit == HEAD:
                 out[-1] = out[-1].taking((first_use,))
@@ -333,37 +341,44 @@ class Builder:
                      for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *(node.extra if node.kind != "matmul" else ())))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
-        """A unit's own backward, with what happens to its gradients as they appear; that of a layer is the same on every stage."""
-        key = (unit, "backward", borrowed, self.strategy.gradient_key(micro, variant))
-        blocks = self.cores if unit == LAYER else self.blocks
-        if key not in blocks:
-            blocks[key] = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)))
-        return blocks[key]
+        """A unit's own backward, with what happens to its gradients as they appear; the same on every stage."""
+        alike = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied)
+        key = (*alike, borrowed)
+        if key not in self.cores:
+            made = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)), self.cores.get(alike))
+            self.cores[key] = made
+            self.cores.setdefault(alike, made)
+        return self.cores[key]
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
         s = self.strategy
-        return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, None),
+        return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, s.unit_variant(unit, micro)),
                             [*s.after_backward(unit, 0, micro), *after])
 
     # -- step --------------------------------------------------------------------------------------------------------------
 
     def forward_slot(self, micro: str) -> Seq:
         """Forward of one micro-batch through this stage."""
-        return self._slot("forward", self._class(micro))
+        key = ("forward", self.strategy.forward_key(micro), self._replaces(micro))
+        if key not in self.slots:
+            self.slots[key] = self._forward(micro)
+        return self.slots[key]
 
     def backward_slot(self, micro: str) -> Seq:
         """Its backward."""
-        return self._slot("backward", self._class(micro))
+        micro = self._class(micro)
+        key = ("backward", micro)
+        if key not in self.slots:
+            self.slots[key] = self._backward(micro)
+        return self.slots[key]
 
     def _class(self, micro: str) -> str:
-        """The class of micro-batch that this one behaves like, for the strategy and for the schedule's loop."""
+        """The class of micro-batch that this one's backward behaves like, for the strategy and for the schedule's loop."""
         return micro if self.links.keeps_last_output else self.strategy.like(micro)
 
-    def _slot(self, phase: str, micro: str) -> Seq:
-        key = (phase, micro)
-        if key not in self.slots:
-            self.slots[key] = self._forward(micro) if phase == "forward" else self._backward(micro)
-        return self.slots[key]
+    def _replaces(self, micro: str) -> bool:
+        """Whether the output of this micro-batch takes the place of the previous one's."""
+        return self.links.keeps_until_next and micro not in (FIRST, ONLY)
 
     def _forward(self, micro: str) -> Seq:
         s, stage, links = self.strategy, self.stage, self.links
@@ -380,7 +395,7 @@ class Builder:
             parts.append(Block("stage", "forward", tuple(enter)))
         parts.append(compress(self.forward_layers(micro)))
         if stage.last:
-            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=links.keeps_until_next and micro not in (FIRST, ONLY)))
+            parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=self._replaces(micro)))
         else:
             parts.append(Block("stage", "forward", tuple(leave)))
         return seq(*parts)
@@ -413,9 +428,10 @@ class Builder:
 
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
-        key = ("both", self._class(micro))
+        halves = self.forward_slot(micro), self.backward_slot(micro)
+        key = ("both", *map(id, halves))
         if key not in self.slots:
-            self.slots[key] = seq(self.forward_slot(micro), self.backward_slot(micro))
+            self.slots[key] = seq(*halves)
         return self.slots[key]
 
     def begin(self, first: bool) -> Block:
@@ -443,6 +459,15 @@ class Builder:
             parts.append(self.micro_batch(LAST))
         parts.append(self.update(role, first))
         return seq(*parts)
+
+
+def _keeping(op: Op | GradReady, tensor: Tensor) -> Op | GradReady:
+    """The op without its release of a tensor."""
+    if isinstance(op, Op) and tensor in op.frees:
+        frees = list(op.frees)
+        frees.remove(tensor)
+        return op._replace(frees=tuple(frees))
+    return op
 
 
 def compress(parts: list[tuple[Part, int]]) -> Seq:

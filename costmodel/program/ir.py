@@ -84,12 +84,14 @@ _ALLOCS, _FREES = Op._fields.index("allocs"), Op._fields.index("frees")
 class Block:
     """Ops that run together, in order, in one phase; equal blocks are one object within a program."""
 
-    __slots__ = ("name", "phase", "ops")
+    __slots__ = ("name", "phase", "ops", "timed")
 
-    def __init__(self, name: str, phase: str, ops: tuple[Op, ...]) -> None:
+    def __init__(self, name: str, phase: str, ops: tuple[Op, ...], timed: "Block | None" = None) -> None:
         self.name = name
         self.phase = phase
         self.ops = ops
+        self.timed: Block = timed or self
+        """A block whose ops take and send the same and differ in what they free: its clocks are this one's too."""
 
     def __repr__(self) -> str:
         return f"Block({self.name}, {self.phase}, {len(self.ops)} ops)"

@@ -62,6 +62,15 @@ def build_pipeline(run: Run) -> Program:
     def one(parts: list[tuple[Seq, int]]) -> Seq:
         return same.setdefault(tuple([(id(part), n) for part, n in parts]), Seq(tuple(parts)))
 
+    def joined(parts: list[tuple[Seq, int]]) -> Seq:
+        """Neighbours that are the same part are one stretch of it."""
+        out: list[tuple[Seq, int]] = []
+        for part, n in parts:
+            if out and out[-1][0] is part:
+                n += out.pop()[1]
+            out.append((part, n))
+        return one(out)
+
     for r in range(p.pp):
         mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
         order = p.schedule, p.pp, p.virtual_stages, m, r
@@ -69,8 +78,13 @@ def build_pipeline(run: Run) -> Program:
         if alike not in around:
             around[alike] = (_before(run, mine, False), _after(run, mine, False), _before(run, mine, True), _after(run, mine, True))
         before, after, first_before, first_after = around[alike]
-        parts = one([(before, 1), *((_part(mine, slot), n) for slot, n in slot_counts(*order)), (after, 1)])
-        middle = Seq(tuple([(one([(_part(mine, slot), 1) for slot in slots]), count) for slots, count in slot_pattern(*order)]))
+        counts: dict[int, tuple[Seq, int]] = {}
+        for slot, n in slot_counts(*order):
+            part = _part(mine, slot)
+            counts[id(part)] = part, n + counts.get(id(part), (part, 0))[1]
+        parts = one([(before, 1), *counts.values(), (after, 1)])
+        middle = joined([(_part(mine, slots[0]) if len(slots) == 1 else one([(_part(mine, slot), 1) for slot in slots]), count)
+                         for slots, count in slot_pattern(*order)])
         role = f"pipeline rank {r}"
         step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
         ranks.append(PipelineRank(mine, before, after, parts, slot_pattern(*order)[-1][0][-1]))

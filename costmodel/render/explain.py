@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 
 from costmodel.explain import Axis, Explanation, LayerSplit, Movement, Pipeline, Weight
+from costmodel.render.prediction import BASIS_WORDS
 from costmodel.render.text import Page
 from costmodel.render.units import count, duration, plural, share, size
 from costmodel.render.words import operation
 
 MOST_RANKS, MOST_CONSTANTS = 16, 8
-FIGURES = {"step_s": "the step", "reserved_bytes": "reserved", "device_bytes": "device total"}
+WIDE = 110
+"""Columns from which a constant and its source share a row."""
+SMALLEST = 5e-3
+"""Percent a figure moves for one percent of a constant, below which the text leaves it out."""
+FIGURES = {"step_s": "the step", "device_bytes": "the device total"}
+PHASES = {"optimizer": "the optimizer step"}
 
 
 def render_explanation(title: str, e: Explanation, weights: Sequence[Weight], page: Page) -> str:
@@ -85,19 +91,20 @@ def _movements(movements: Sequence[Movement], page: Page) -> None:
     alike: dict[tuple[str, str, str, str, str], list[Movement]] = {}
     for m in movements:
         alike.setdefault((m.tensor, f"{m.collective} {m.dtype}", f"{m.axis} {m.group}", m.phase, m.beside), []).append(m)
-    rows = []
     for (tensor, collective, axis, phase, beside), same in alike.items():
-        seconds, exposed, sent = sum(m.seconds for m in same), sum(m.exposed_s for m in same), sum(m.sent_bytes for m in same)
-        if same[0].collective == "recv":
+        if same[0].collective == "recv":  # counted where it is sent
             continue
-        hides = f"beside {beside}" + (f", {share(exposed, seconds)} exposed" if exposed > 5e-4 * seconds else "") if beside else "nothing hides it"
-        rows.append([tensor, collective, axis, phase, count(sum(m.count for m in same)), size(sent), duration(seconds), hides])
-    if page.width >= 110:
-        page.table(["tensor", "collective", "group", "phase", "count", "sent", "time", "hidden"], rows, "<<<<>>><")
-        return
-    for tensor, collective, axis, phase, times, sent_words, time, hides in rows:
-        page.line(f"{tensor}: {times} x {collective} over {axis} in {phase}", indent="  ")
-        page.line(f"{sent_words} sent, {time}; {hides}", "dim", "      ")
+        times, sent, seconds, exposed = (sum(values) for values in zip(*((m.count, m.sent_bytes, m.seconds, m.exposed_s) for m in same), strict=True))
+        page.line(f"{tensor}: {count(times)} x {collective} over {axis} in {PHASES.get(phase, phase)}", indent="  ")
+        page.line(f"{size(sent)} sent, {duration(seconds)}; {_hides(beside, seconds, exposed)}", "dim", "      ")
+
+
+def _hides(beside: str, seconds: float, exposed: float) -> str:
+    if not beside:
+        return "nothing hides it"
+    if exposed <= 5e-4 * seconds:
+        return f"hidden behind {beside}"
+    return f"beside {beside}, {share(min(1.0, exposed / seconds))} exposed"
 
 
 def _layer(split: LayerSplit, page: Page) -> None:
@@ -111,7 +118,7 @@ def _layer(split: LayerSplit, page: Page) -> None:
                           f"({share(split.saved_bytes, split.saved_whole_bytes)}; even would be {share(1, split.tp)})")])
     page.line()
     page.table(["phase", "collective", "each", "where"],
-               [[f.phase, f.collective, size(f.message_bytes), _where(f.name, f.after, f.waits)] for f in split.falls], "<<><")
+               [[f.phase, f.collective, size(f.message_bytes), _where(f.after, f.waits)] for f in split.falls], "<<><")
 
 
 _CUTS = {"column": "by column: its outputs", "row": "by row: its inputs", "vocabulary": "by vocabulary", "whole": "whole on each rank"}
@@ -121,8 +128,8 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{n:,}" for n in shape)
 
 
-def _where(name: str, after: str, waits: bool) -> str:
-    at = f"after {_said(after)}" if after else f"first: {_said(name)}"
+def _where(after: str, waits: bool) -> str:
+    at = f"after {_said(after)}" if after else "first, before its matmuls"
     return at + ("" if waits else "; the next matmul runs beside it")
 
 
@@ -145,17 +152,30 @@ def _pipeline(p: Pipeline, page: Page) -> None:
 
 
 def _sure(e: Explanation, weights: Sequence[Weight], page: Page) -> None:
-    page.heading("HOW SURE", "and the constants behind it")
-    kinds: dict[str, list[str]] = {}
-    for name, basis in e.basis.items():
-        kinds.setdefault(basis, []).append(name.replace("_", " "))
-    page.pairs([(kind, ", ".join(names)) for kind, names in kinds.items()])
+    page.heading("HOW SURE")
+    page.pairs([(basis, ", ".join(name.replace("_", " ") for name, of in e.basis.items() if of == basis) + f" ({meaning})")
+                for basis, meaning in BASIS_WORDS.items() if basis in e.basis.values()])
     for figure, words in FIGURES.items():
-        of = [w for w in weights if w.figure == figure]
-        if not of:
-            continue
+        of = [w for w in weights if w.figure == figure and abs(w.elasticity) >= SMALLEST]
+        if of:
+            page.heading(f"WHAT {words.upper()} RESTS ON", "constants of the profile; in percent, what 1% more of each does to it")
+            _constants(of, page)
+
+
+def _constants(weights: Sequence[Weight], page: Page) -> None:
+    shown = weights[:MOST_CONSTANTS]
+    rows = [[w.key, _value(w), f"{w.elasticity:+.2f}", f"{w.basis}: {w.source}"] for w in shown]
+    if page.width >= WIDE:
+        page.table(["constant", "value", "%", "how it was found"], rows, "<>><")
+    else:
+        page.table(["constant", "value", "%"], [row[:3] for row in rows], "<>>")
         page.line()
-        page.table([f"{words} rests on", "value", "1% more", "source"],
-                   [[w.key, f"{w.value:.4g} {w.unit}", f"{w.elasticity:+.2f}%", f"{w.basis}: {w.source}"] for w in of[:MOST_CONSTANTS]], "<>><")
-        if len(of) > MOST_CONSTANTS:
-            page.line(f"and {plural(len(of) - MOST_CONSTANTS, 'constant')} more (--json lists all)", "dim", "  ")
+        page.pairs([(w.key, f"{w.basis}: {w.source}") for w in shown])
+    if len(weights) > len(shown):
+        page.line(f"and {plural(len(weights) - len(shown), 'constant')} more (--json lists all)", "dim", "  ")
+
+
+def _value(w: Weight) -> str:
+    if w.unit == "bytes":
+        return size(w.value)
+    return duration(w.value) if w.unit == "s" and w.value >= 1e-4 else f"{1e6 * w.value:.3g} us" if w.unit == "s" else f"{w.value:.4g} {w.unit}"

@@ -19,7 +19,7 @@ def billions(n: float) -> str:
     """A parameter count as people write it: 8.03B, 350M."""
     if not n:
         return "-"
-    scale, unit = next((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if n >= s)
+    scale, unit = next((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if n >= 0.9995 * s)
     return f"{n / scale:.3g}{unit}"
 
 
@@ -28,7 +28,7 @@ def _tera(flops_per_s: float) -> str:
 
 
 def _predicted(entry: Any) -> str:
-    return "yes" if entry.predictable else f"not yet: {entry.why_not}"
+    return "yes" if entry.predictable else f"not yet: {entry.why_not.removeprefix('not predicted yet: ')}"
 
 
 COLUMNS: dict[str, tuple[Column, ...]] = {
@@ -36,9 +36,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("name", lambda e: e.name), Column("family", lambda e: e.family), Column("parameters", lambda e: billions(e.params), ">"),
         Column("longest", lambda e: f"{e.max_positions:,}" if e.max_positions else "-", ">"), Column("predicted", _predicted)),
     "gpus": (
-        Column("name", lambda e: e.name), Column("architecture", lambda e: e.family), Column("memory", lambda e: size(e.memory_bytes), ">"),
-        Column("bandwidth", lambda e: rate(e.memory_bytes_per_s), ">"), Column("bf16 TFLOP/s", lambda e: _tera(e.bf16_flops_per_s), ">"),
-        Column("predicted", _predicted)),
+        Column("name", lambda e: e.name), Column("architecture", lambda e: e.family.partition("_avx")[0]),
+        Column("memory", lambda e: size(e.memory_bytes), ">"), Column("bandwidth", lambda e: rate(e.memory_bytes_per_s), ">"),
+        Column("bf16 TFLOP/s", lambda e: _tera(e.bf16_flops_per_s), ">"), Column("predicted", _predicted)),
     "clusters": (
         Column("name", lambda e: e.name), Column("GPU", lambda e: e.accelerator or "any PCIe card"), Column("GPUs", lambda e: str(e.gpus_per_node), ">"),
         Column("inside", lambda e: f"{e.scale_up}{' switch' if e.scale_up_switched else ''}"),

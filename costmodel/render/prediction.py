@@ -10,6 +10,7 @@ from costmodel.spec import Cluster, Plan, Recipe, Run
 
 PHASES = ("forward", "backward", "recompute", "reduce", "optimizer", "gather")
 """The order in which phases are shown; others follow."""
+BASIS_WORDS = {"exact": "counted", "modelled": "walked through the program", "fitted": "calibrated on measurements", "guess": "data sheets only"}
 FRAMEWORKS = {"pytorch": "PyTorch", "deepspeed": "DeepSpeed", "megatron": "Megatron", "nanochat": "nanochat"}
 
 _STYLE: dict[str, Style] = {"fits": "green", "risky": "yellow", "does not fit": "red", "unknown": ""}
@@ -294,6 +295,5 @@ def _basis(report: StepReport, page: Page) -> None:
     kinds: dict[str, list[str]] = {}
     for name, basis in report.basis.items():
         kinds.setdefault(basis, []).append(name.replace("_", " "))
-    meaning = {"exact": "counted", "modelled": "walked through the program", "fitted": "calibrated on measurements", "guess": "data sheets only"}
     page.heading("HOW SURE")
-    page.pairs([(kind, f"{', '.join(kinds[kind])} ({why})") for kind, why in meaning.items() if kind in kinds])
+    page.pairs([(kind, f"{', '.join(kinds[kind])} ({why})") for kind, why in BASIS_WORDS.items() if kind in kinds])

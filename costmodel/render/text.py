@@ -74,7 +74,7 @@ class Page:
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", bold_last: bool = False) -> None:
         """Columns as wide as their cells; align: one of < > a column.
 
-        The last column wraps where the line would be too long, and moves below its row where it would be very narrow.
+        The last column wraps where the line would be too long, and where it would be very narrow moves below the rows it does not fit in.
         """
         if not rows:
             return
@@ -83,9 +83,12 @@ class Page:
         widths = [max(len(r[i]) for r in [header, *rows]) for i in range(last + 1)]
         gap = "  " if 2 + sum(widths) + 2 * last <= self.width or widths[last] > NARROW else " "
         room = self.width - 2 - sum(widths[:-1]) - len(gap) * last
-        below = room < min(widths[last], NARROW)
-        widths[last] = min(widths[last], self.width - 6 if below else max(room, 1))
+        narrow = room < min(widths[last], NARROW)
+        if narrow:
+            room, gap = room + (len(gap) - 1) * last, " "
+        widths[last] = min(widths[last], self.width - 6 if narrow else max(room, 1))
         for n, row in enumerate([header, *rows]):
+            below = narrow and len(row[last]) > room
             style: Style = "dim" if n == 0 else "bold" if bold_last and n == len(rows) else ""
             cells = [_cell(row[i], widths[i], align[i]) for i in range(last)]
             parts = textwrap.wrap(row[last], widths[last], break_on_hyphens=False) or [""]

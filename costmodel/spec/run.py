@@ -1,5 +1,6 @@
 """Run: Model + Cluster + Plan + Recipe, and the rules that make one possible."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from pydantic import model_validator
@@ -12,6 +13,9 @@ from costmodel.spec.recipe import Recipe
 
 INTERLEAVED = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
 FLASH = ("fa1", "fa2", "fa3", "cudnn")
+BEFORE_AMPERE = ("pascal", "volta", "turing")
+TOO_OLD = {"fa1": ("pascal", "volta"), "fa2": BEFORE_AMPERE, "cudnn": BEFORE_AMPERE}
+"""Architectures that a flash kernel does not run on (README of Dao-AILab/flash-attention; PyTorch's sdp_utils.cpp for cuDNN)."""
 
 
 class Run(Spec):
@@ -70,9 +74,10 @@ def _degrees(run: Run) -> Iterator[PlanError]:
 
 def _tensor(run: Run) -> Iterator[PlanError]:
     m, p = run.model, run.plan
+    common = math.gcd(m.heads, m.kv_heads, m.ffn, p.tp * p.dp if p.dp > 1 else 0)
     for field, n in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
         if n % p.tp:
-            yield PlanError("plan.tp", p.tp, f"model.{field} = {n} must be a multiple of tp.", f"Use tp = {nearest_divisors(n, p.tp)}.")
+            yield PlanError("plan.tp", p.tp, f"model.{field} = {n} must be a multiple of tp.", f"Use tp = {nearest_divisors(common, p.tp)}.")
     if p.sequence_parallel and p.tp == 1:
         yield PlanError("plan.sequence_parallel", True, "sequence parallelism splits over the tp group, and tp = 1.",
                         "Use tp > 1, or sequence_parallel = false.")
@@ -157,7 +162,11 @@ def _numbers(run: Run) -> Iterator[PlanError]:
                             "Use attention = sdpa or eager, or a bf16 precision.")
         elif r.attention == "fa3" and acc.architecture not in ("hopper",):
             yield PlanError("recipe.attention", "fa3", f"FlashAttention-3 is for Hopper, and {acc.name} is {acc.architecture}.",
-                            "Use attention = fa2 or cudnn.")
+                            f"Use attention = {'sdpa or eager' if acc.architecture in BEFORE_AMPERE else 'fa2 or cudnn'}.")
+        elif acc.architecture in TOO_OLD.get(r.attention, ()):
+            first = "Turing" if r.attention == "fa1" else "Ampere"
+            yield PlanError("recipe.attention", r.attention, f"this kernel needs {first} or newer, and {acc.name} is {acc.architecture}.",
+                            "Use attention = sdpa or eager.")
         elif run.model.head_dim > 256:
             yield PlanError("recipe.attention", r.attention, f"flash kernels take head_dim <= 256, and it is {run.model.head_dim}.",
                             "Use attention = eager.")

@@ -29,6 +29,13 @@ from costmodel.cli.options import FLAGS
     ("--params 1B --model llama-3-8b", "error: --params 1B and --model llama-3-8b: a run has one model. Give one of the two."),
     ("--params 1B --attention fa3 --gpu a100", "error: --attention fa3: FlashAttention-3 is for Hopper, and a100_sxm_80gb is ampere. "
                                                "Use --attention fa2 or cudnn."),
+    ("--params 1B --attention fa2 --gpu v100", "error: --attention fa2: this kernel needs Ampere or newer, and v100_sxm2_16gb is volta. "
+                                               "Use --attention sdpa or eager."),
+    ("--params 1B --attention fa1 --gpu v100", "error: --attention fa1: this kernel needs Turing or newer, and v100_sxm2_16gb is volta."),
+    ("--model gpt2-large --gpus 512 --tp 16", "error: --tp 16: model.heads = 20 must be a multiple of tp. Use --tp 4."),
+    ("--params 1B --strategy tp", "error: --strategy tp: has a field of its own, and goes with a strategy. Use --tp 2, say."),
+    ("--params 1B --set recipe.optimizer.betas=[1,2,3]", "error: --set recipe.optimizer.betas=[1,2,3]: it takes 2 items, and 3 are given."),
+    ("--params 1B --set model.layers=0", "error: --set model.layers=0: it follows from params = 1B, which is given as well. Give one of the two."),
     ("--params 1B --gpus 8 --global-batch 33", "error: --global-batch 33: it must be a multiple of micro_batch 1 x dp 8 = 8 sequences. Use 32 or 40."),
     ("--params 1B --sequence-parallel", "error: --sequence-parallel: sequence parallelism splits over the tp group, and tp = 1. "
                                         "Use tp > 1, or --no-sequence-parallel."),
@@ -68,6 +75,8 @@ def write(path: Path, text: str) -> Path:
     ("r.json", '{"params": "1B",\n "plan": {"zero": 3,}}', "That line reads: \"plan\": {\"zero\": 3,}}"),
     ("r.yaml", "params: 1B\nplan: {zero: 3\nrecipe: [\n",
      "not valid YAML: expected ',' or '}', but got ':' (at line 3, column 7). That line reads: recipe: ["),
+    ("r.json", '{"params": "1B", "params": "2B"}', "params appears twice in one table. Leave one out."),
+    ("r.yaml", "params: 1B\nplan:\n  zero: 1\n  zero: 3\n", "zero appears twice in one table (again at line 4). Leave one out."),
     ("r.json", "[1, 2]", "it holds a list, and a run is a table. Write fields such as params, and the tables cluster, plan and recipe."),
     ("r.json", "[" * 100_000, "nested too deeply"),
     ("r.toml", 'params = "1B"\n[plan]\nzero = "3"\n', "plan.zero = 3: a ZeRO stage is 0 (DDP), 1, 2 or 3 (FSDP). Use zero = 3."),

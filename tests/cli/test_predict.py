@@ -100,7 +100,7 @@ def test_a_terminal_gets_colour_unless_no_color_is_set() -> None:
 
 def test_json_has_the_documented_keys() -> None:
     data = json.loads(call(f"{ASKED} --json").stdout)
-    assert list(data) == ["schema", "run", "assumed", "profile", "report"]
+    assert list(data) == ["schema", "run", "assumed", "profile", "report", "advice"]
     assert data["schema"] == 1
     assert set(data["run"]) == {"model", "cluster", "plan", "recipe"}
     assert set(data["profile"]) == {"name", "guess"}

@@ -7,13 +7,14 @@ from hypothesis import given
 from runs import examples, runs
 from walks import net, walk_memory, walk_time
 
-from costmodel import Run
+from costmodel import Run, build_run
 from costmodel.catalog.profiles import load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.memory import memory_of
 from costmodel.program.build import build
 from costmodel.program.ir import block_counts, expand
-from costmodel.simulate import Scan, seconds, step_time
+from costmodel.program.stages import build_pipeline
+from costmodel.simulate import Scan, compile_block, seconds, step_time
 
 
 @examples(80)
@@ -72,3 +73,25 @@ def test_seconds_of_a_step_are_those_of_every_block_run_in_turn(run: Run) -> Non
     prices = RunPrices(run, load_profile(run))
     for role in build(run).roles:
         assert seconds(role.step, Scan(prices)) == pytest.approx(walk_time(role.step, prices).compute, rel=1e-6)
+
+
+@examples(40)
+@given(runs())
+def test_blocks_that_share_their_clocks_do_the_same(run: Run) -> None:
+    """Variants that differ in what they free are priced once."""
+    prices = RunPrices(run, load_profile(run))
+    for role in build(run).roles:
+        for block, _ in block_counts(role.step):
+            if block.timed is not block:
+                assert compile_block(block, prices) == compile_block(block.timed, prices)
+
+
+def test_a_pipelines_variants_share_their_clocks_and_do_the_same() -> None:
+    run = build_run(model="llama-3-8b", cluster={"gpus": 16}, plan={"pp": 4}, recipe={"grad_accum": 8, "precision": "bf16-pure"})
+    prices, shared = RunPrices(run, load_profile(run)), 0
+    for rank in build_pipeline(run).pipeline:
+        for block, _ in block_counts(rank.parts):
+            if block.timed is not block:
+                shared += 1
+                assert compile_block(block, prices) == compile_block(block.timed, prices)
+    assert shared

@@ -2,6 +2,7 @@
 
 Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), equations 1 and 2,
 sections 4.1 and 5, table 3; NVIDIA/Megatron-LM issues 965 (memory printed around each op) and 1226 (group size).
+C04 and C34 are ids of tests/field/cases.toml.
 """
 
 from typing import Any
@@ -70,14 +71,14 @@ PHI_3 = {"hidden": 3072, "heads": 32, "ffn": 8192, "vocab": 32064}
 
 
 def test_the_attention_scores_of_a_phi_3_layer_take_2560_mib() -> None:
-    """Megatron-LM issue 965: softmax output 1024, dropout output 1024 and mask 512 MiB; a flash kernel has none of it."""
+    """C04, Megatron-LM issue 965: softmax output 1024, dropout output 1024 and mask 512 MiB; a flash kernel has none of it."""
     eager, flash = (per_layer(PHI_3, seq_len=4096, attention=kernel) for kernel in ("eager", "fa2"))
     log_sum_exp = 32 * 4096 * 4
     assert eager - (flash - log_sum_exp) == 2560 * MIB
 
 
 def test_the_rest_of_a_phi_3_layer_takes_36_sbh() -> None:
-    """Megatron-LM issue 965: 4040 - 1024 - 2584 = 432 MiB beyond the scores, with Megatron's fused SwiGLU (here: compiled)."""
+    """C04: 4040 - 1024 - 2584 = 432 MiB beyond the scores, with Megatron's fused SwiGLU (here: compiled)."""
     rest = per_layer(PHI_3, seq_len=4096, attention="fa2", compile=True) - 32 * 4096 * 4
     assert 408 * MIB <= rest <= 440 * MIB
 
@@ -90,7 +91,7 @@ def test_an_unfused_gate_keeps_one_more_product_of_the_ffn() -> None:
 
 @pytest.mark.parametrize(("group", "expected"), [(1, 98), (2, 100), (4, 152), (8, 280), (32, 1090)])
 def test_larger_checkpoint_groups_do_not_lower_the_peak(group: int, expected: int) -> None:
-    """Megatron-LM issue 1226: peak(g) = 2sbh·L/g + 34sbh·g for L = 32. The first input of a group is both terms' at most once."""
+    """C34, Megatron-LM issue 1226: peak(g) = 2sbh·L/g + 34sbh·g for L = 32. The first input of a group is both terms' at most once."""
     h, a, s, b = 1024, 16, 512, 2
     peak = activations(32, gpt(h, a), {"checkpointing": f"full:{group}"}, seq_len=s, micro_batch=b, attention="fa2")
     assert peak / (s * b * h) == pytest.approx(expected, abs=2.1)

@@ -6,7 +6,7 @@ Limits are those of the data sheet and of PyTorch's order of events (reducer.cpp
 from typing import Any
 
 import pytest
-from steps import LLAMA, MIB, step
+from steps import LLAMA, MIB, sent, step
 
 from costmodel import StepReport, build_run, predict
 from costmodel.catalog.profiles import load_profile
@@ -172,3 +172,19 @@ def test_full_recompute_costs_about_a_forward_pass_of_the_layers() -> None:
 def test_one_gpu_communicates_nothing() -> None:
     for plan in ({}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"framework": "deepspeed", "zero": 3}, {"framework": "megatron", "zero": 1}):
         assert not time_of(step(LLAMA, 1, plan=plan)).communication_s
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_megatron_gathers_parameters_beside_the_next_forward(accumulation: int) -> None:
+    """Megatron-LM, --overlap-param-gather (core/distributed/param_and_grad_buffer.py): the same all-gathers, issued before the first forward, of which
+    compute waits for the first bucket; a forward longer than the others hides them."""
+    after, beside = (step("llama-2-7b", 16, gpu="h100", plan={"framework": "megatron", "zero": 1, "overlap_param_gather": on}, seq_len=4096, micro_batch=2,
+                          precision="bf16-mixed", grad_accum=accumulation).roles[0] for on in (False, True))
+    assert after.time is not None and beside.time is not None
+    assert sent(after) == sent(beside)
+    assert beside.time.communication_s["dp_shard"] == pytest.approx(after.time.communication_s["dp_shard"])
+    gathers = [(c.phase, c.count, c.total_s) for c in beside.collectives or () if c.kind == "all-gather"]
+    assert {phase for phase, _, _ in gathers} == {"forward"}
+    total, first = sum(s for _, _, s in gathers if s), max(s / n for _, n, s in gathers if s)
+    saved = after.time.exposed_s["dp_shard"] - beside.time.exposed_s["dp_shard"]
+    assert total - 2 * first <= saved <= total

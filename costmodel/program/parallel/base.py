@@ -18,12 +18,19 @@ EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 ONLY, FIRST, MIDDLE, LAST = "only", "first", "middle", "last"
 
 
+OPTIONAL = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view", "reshard_after_forward", "backward_prefetch", "overlap_grad_reduce",
+            "overlap_param_gather", "prefetch_bucket_params", "max_live_params", "allgather_bucket_params")
+"""Fields of a plan that only some strategies read."""
+
+
 class Strategy:
     """Single GPU: everything whole, nothing sent."""
 
     name = "single"
     sharded: tuple[str, ...] = ()
     """What it stores in pieces, of: parameters, gradients, master_weights, optimizer."""
+    reads: tuple[str, ...] = ()
+    """Fields of the plan, of OPTIONAL, that change what it does."""
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         self.run = run
@@ -73,6 +80,10 @@ class Strategy:
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         """A key for each layer, equal for layers whose hooks do the same in this phase."""
         return [None] * self.inventory.layers
+
+    def unit_variant(self, unit: str, micro: str) -> object:
+        """The same of embedding and head, in backward."""
+        return None
 
     def forward_key(self, micro: str) -> object:
         """Equal where the hooks of forward do the same."""

@@ -150,6 +150,9 @@ class Bucketed(Strategy):
             return super().layer_variants(phase, micro)
         return list(self.buckets.layers)
 
+    def unit_variant(self, unit: str, micro: str) -> object:
+        return tuple(self.buckets.flush.get((unit, 0), {}).items()) if self.syncs(micro) else None
+
     def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
         """The bucket that is complete with this gradient."""
         return self.buckets.flush.get((unit, index), {}).get(ready.param.name)
@@ -159,6 +162,7 @@ class DDP(Bucketed):
     """Distributed data parallel, PyTorch's reducer."""
 
     name = "ddp"
+    reads = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view")
     axis = "dp_replicate"
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:

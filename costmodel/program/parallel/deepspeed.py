@@ -13,7 +13,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAYER, ONLY, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAYER, ONLY, collective, element_bytes
 from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import PlanError, Run
@@ -27,6 +27,7 @@ class DeepSpeedZero(Bucketed):
 
     name = "deepspeed"
     axis = "dp_shard"
+    reads: tuple[str, ...] = ("bucket_bytes", "overlap_grad_reduce", "allgather_bucket_params")
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
@@ -35,8 +36,7 @@ class DeepSpeedZero(Bucketed):
         self.sharded = ("master_weights", "optimizer", "gradients", "parameters")[:max(2, self.stage + 1)]
         self.grad = self.precision.gradient
         self.shard = -(-inventory.numel // self.n)
-        self.bucket = min(run.plan.bucket_bytes, nbytes(inventory.numel, self.precision.reduce))
-        self.buckets = Buckets(inventory, element_bytes(self.precision.reduce), self.bucket, self.bucket, run)
+        self.buckets = Buckets(inventory, element_bytes(self.precision.reduce), run.plan.bucket_bytes, run.plan.bucket_bytes, run)
 
     def refusals(self) -> Iterator[PlanError]:
         if self.plan.offload != "none":
@@ -47,8 +47,9 @@ class DeepSpeedZero(Bucketed):
         return self.stage < 2
 
     def persistent(self, role: str) -> list[Tensor]:
+        """With a flat buffer of reduce_bucket_size elements, however small the model; overlapping the reduction, stages 1 and 2 have two."""
         p = self.precision
-        buffers = (2 if self.plan.overlap_grad_reduce else 1) * self.bucket if self.n > 1 else 0
+        buffers = (2 if self.plan.overlap_grad_reduce and self.stage < 3 else 1) * self.plan.bucket_bytes if self.n > 1 else 0
         out = [Tensor("parameters", "parameters", nbytes(self.inventory.numel, p.parameter))]
         if p.master:
             out.append(Tensor("master weights (shard)", "master_weights", nbytes(self.shard, p.master)))
@@ -87,9 +88,14 @@ class DeepSpeedZero(Bucketed):
         return allocs, ops
 
     def backward_begin(self, micro: str) -> list[Op]:
-        if self.keeps_whole_gradients or micro not in (ONLY, "first"):
-            return []
-        return [Op("gradient partition", "host", kernels=0, allocs=tuple(self.kept_gradients()))]
+        return self._partition(micro) if self.stage == 3 else []
+
+    def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
+        """Stage 2 makes room for its slice when the first bucket is full (copy_grads_in_partition): after the loss, here after the head."""
+        return self._partition(micro) if unit == HEAD and self.stage == 2 else []
+
+    def _partition(self, micro: str) -> list[Op]:
+        return [Op("gradient partition", "host", kernels=0, allocs=tuple(self.kept_gradients()))] if micro in (ONLY, FIRST) else []
 
     def backward_end(self, micro: str) -> list[Op]:
         return [Op("deepspeed.wait", "wait", kernels=0, event="grads")] if self.syncs(micro) and self.n > 1 else []
@@ -115,6 +121,8 @@ class DeepSpeedZero(Bucketed):
 
 class DeepSpeedZero3(DeepSpeedZero):
     """Stage 3: parameters are split too, and gathered layer by layer."""
+
+    reads = ("bucket_bytes", "overlap_grad_reduce", "prefetch_bucket_params", "max_live_params")
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)

@@ -26,6 +26,7 @@ class FSDP(Strategy):
     """FSDP2, and HSDP where dp_replicate > 1."""
 
     name = "fsdp"
+    reads = ("reshard_after_forward", "backward_prefetch")
     sharded = ("parameters", "gradients", "optimizer")
     axis = "dp_shard"
 

@@ -4,15 +4,16 @@ Parameters 16-bit, gradients in a persistent buffer (fp32 by default: 18 bytes a
 distributed optimizer 6 + 12/n). Without it, gradients are all-reduced (2Ψ); with it reduce-scattered and the updated 16-bit
 parameters all-gathered (2Ψ). A gradient buffer of 16 bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM
 core/distributed/param_and_grad_buffer.py (bucket size max(40 M, 1 M x dp) parameters), core/optimizer; issue 654 (maintainer's
-bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer (bf16: fp32
-gradients beside 16-bit parameters).
+bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer: in bf16 fp32 gradients
+beside 16-bit parameters, and although the stage is 0 each rank has the master weights and moments of its slice only, all-reduces
+whole gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
 """
 
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
-from costmodel.program.parallel.base import LAST, MIDDLE, ONLY, collective, element_bytes, repeated
+from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -27,9 +28,11 @@ class MegatronDP(Bucketed):
         super().__init__(run, numbers, inventory)
         self.distributed = run.plan.zero == 1
         self.axis = "dp_shard" if self.distributed else "dp_replicate"
-        self.sharded = ("master_weights", "optimizer") if self.distributed else ()
+        self.reads = ("overlap_grad_reduce", "bucket_bytes" if run.plan.framework == "deepspeed" else "overlap_param_gather" if self.distributed else "")
         self.n = run.plan.dp * run.plan.cp
-        self.shards = run.plan.state_shards if self.distributed else 1
+        slices = run.plan.framework == "deepspeed" and self.precision.master is not None and self.precision.parameter == "bf16"
+        self.shards = run.plan.state_shards if self.distributed else self.n if slices else 1
+        self.sharded = ("master_weights", "optimizer") if self.distributed or slices else ()
         self.local = -(-inventory.numel // self.shards)
         element = element_bytes(self.precision.reduce)
         cap = max(40_000_000, 1_000_000 * self.n) * element if run.plan.framework == "megatron" else run.plan.bucket_bytes
@@ -61,8 +64,8 @@ class MegatronDP(Bucketed):
         return []
 
     def like(self, micro: str) -> str:
-        """Every micro-batch adds into the buffer; the last also sends."""
-        return micro if self.syncs(micro) else MIDDLE
+        """Every micro-batch adds into the buffer; the last also sends, and the first may gather."""
+        return micro if self.syncs(micro) or self.forward_key(micro) else MIDDLE
 
     def gradient_key(self, micro: str, variant: object) -> object:
         return (self.name, self.syncs(micro), variant)
@@ -90,6 +93,33 @@ class MegatronDP(Bucketed):
         """One bucket's reduction. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
         kind = "reduce-scatter" if self.distributed else "all-reduce"
         return collective(self.axis, kind, self.n, size, self.precision.reduce, event=event, name=f"bucket.{kind.replace('-', '_')}")
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """In a pipeline all stages launch their gathers together (align_param_gather) while the first fills it: there they outlive the step instead."""
+        return self.distributed and self.n > 1 and self.plan.overlap_param_gather and self.plan.pp == 1
+
+    def forward_key(self, micro: str) -> object:
+        return self.gathers_in_forward and micro in (ONLY, FIRST)
+
+    def forward_begin(self, micro: str) -> list[Op]:
+        """overlap_param_gather: the first forward gathers what the last update left in slices. Compute waits for the first layers' bucket, and for the
+        others, in order, while it works: here at the end."""
+        if not self.forward_key(micro):
+            return []
+        first, *others = reversed(self.buckets.sizes)
+        return [self._gather(first, "first_params"), *(self._gather(size, "params") for size in others),
+                Op("megatron.wait_params", "wait", kernels=0, event="first_params")]
+
+    def forward_end(self, micro: str) -> list[Op]:
+        waits = self.forward_key(micro) and len(self.buckets.sizes) > 1
+        return [Op("megatron.wait_params", "wait", kernels=0, event="params")] if waits else []
+
+    def _gather(self, size: int, event: str) -> Op:
+        """The all-gather of the updated parameters of one bucket, whose gradients have `size` bytes."""
+        p = self.precision
+        message = size // element_bytes(p.reduce) * element_bytes(p.parameter)
+        return collective(self.axis, "all-gather", self.n, message, p.parameter, event=event, name="gather_parameters")
 
     def backward_end(self, micro: str) -> list[Op]:
         """A pipeline's stage first sends its gradient on: its reductions are waited for when all micro-batches are done."""
@@ -132,14 +162,8 @@ class MegatronDP(Bucketed):
         return [*sums, *self.update_in_fp32(role, first)]
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
-        """The distributed optimizer all-gathers the updated parameters, bucket by bucket."""
-        p = self.precision
-        if not self.distributed or self.n == 1:
+        """Where the update is in slices, the updated parameters are all-gathered, bucket by bucket."""
+        if not self.sharded or self.n == 1 or self.gathers_in_forward:
             return []
-        element, reduce_element = element_bytes(p.parameter), element_bytes(p.reduce)
         event = "params" if self.plan.overlap_param_gather else ""
-
-        def gather(size: int) -> Op:
-            return collective(self.axis, "all-gather", self.n, size // reduce_element * element, p.parameter, event=event, name="gather_parameters")
-
-        return repeated(self.buckets.sizes, gather)
+        return repeated(self.buckets.sizes, lambda size: self._gather(size, event))

@@ -88,6 +88,7 @@ class Zero2(Bucketed):
     """Bucketed reduce-scatter of gradients, a sharded step, an all-gather of parameters."""
 
     name = "zero2"
+    reads = ("bucket_bytes",)
     sharded = ("gradients", "optimizer")
     axis = "dp_shard"
 
