@@ -35,7 +35,7 @@ from tui.form import Form
 from tui.keys import FORM_KEYS, KEYS, LINE, VIEWS
 from tui.leave import as_toml, command_line
 from tui.lines import Line, Span, bold, dim, length, line, wrapped
-from tui.panes import PANES, Compare, Explain, Pane, Solve, Timeline
+from tui.panes import PANES, Compare, Explain, Measured, Pane, Solve, Timeline
 from tui.presets import PRESETS, START
 from tui.propose import Proposals, proposals
 from tui.state import State, attempt, dismissed, opened, stepped, undone
@@ -65,6 +65,7 @@ class Explorer(App[None]):
         Binding("right_square_bracket", "tour_move(1)", "next stop", id="tour.next"),
         Binding("a", "answer", "answer", id="tour.answer"),
         Binding("g", "search", "start the search", id="search"),
+        Binding("r", "record", "open a record", id="record"),
         Binding("c", "cancel", "stop what runs", id="cancel"),
         Binding("x", "curve(1)", "field of the curve", id="curve.field"),
         Binding("m", "metric(1)", "figure of the curve", id="curve.figure"),
@@ -371,14 +372,33 @@ class Explorer(App[None]):
             yield SystemCommand(f"Set {field.label}", field.help, partial(self.action_choose, field.path))
 
     def action_search(self) -> None:
-        """Start the chosen search of Solve."""
-        if isinstance(self.pane, Solve):
+        """Start the chosen search of Solve, or the job of Measured."""
+        if isinstance(self.pane, Solve | Measured):
             self.pane.go()
 
     def action_cancel(self) -> None:
         """Stop what runs in the view."""
-        if isinstance(self.pane, Solve):
+        if isinstance(self.pane, Solve | Measured):
             self.pane.cancel()
+
+    async def action_record(self) -> None:
+        """Open a record, or choose one of a folder, and lay it beside its prediction."""
+        await self.action_view("measured")
+        pane = self.pane
+        assert isinstance(pane, Measured)
+
+        def take(value: Any) -> None:
+            path = Path(value).expanduser() if value else None
+            if path is None:
+                return
+            if path.is_dir():
+                found = sorted(path.rglob("*.json"))
+                self.push_screen(Picker(f"Records in {path}", f"{len(found)} files", [Choice(str(p.relative_to(path)), "", str(p)) for p in found],
+                                        lambda value: [], str), take)
+            else:
+                pane.open(path)
+
+        self.push_screen(Ask("Open a record", "A record that execute wrote (.json), or a folder of them.", "records"), take)
 
     def action_choose_search(self, at: int) -> None:
         if isinstance(self.pane, Solve):

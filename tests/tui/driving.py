@@ -50,7 +50,8 @@ def text(app: Explorer) -> str:
 async def says(pilot: "Pilot[None]", app: Explorer, words: str) -> None:
     """Wait until the screen says something (a toast comes a moment later), however its lines are broken."""
     def there() -> bool:
-        return "".join(words.split()) in "".join(" ".join(screen(app)).split())
+        rows = screen(app)
+        return any("".join(words.split()) in "".join("".join(part).split()) for part in (rows, [row.rpartition("▕")[2] for row in rows]))
     for _ in range(60):
         if there():
             return

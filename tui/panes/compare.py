@@ -42,8 +42,8 @@ class Compare(Pane):
         from textual_plot import PlotWidget
         plot = PlotWidget(id="curve", allow_pan_and_zoom=False)
         plot.can_focus = False
-        plot.margin_top, plot.margin_bottom = 0, 2
         await self.mount(plot)
+        plot.margin_top, plot.margin_bottom = 0, 2
         self.plot = plot
         self.call_after_refresh(self.draw)
 
