@@ -3,6 +3,7 @@
 A key changes the state and paints at once: nothing on that path posts a message or changes a layout, each of which waits for a frame.
 """
 
+import gc
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -17,7 +18,6 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher
 
-from costmodel.advice import advise
 from costmodel.catalog import accelerator_entry, list_models
 from costmodel.changes import Keep
 from costmodel.cli.files import read_run_file, write_whole
@@ -25,7 +25,6 @@ from costmodel.cli.guard import InputError, plain
 from costmodel.cli.options import toml_scalar
 from costmodel.render.prediction import title
 from costmodel.render.units import duration, share
-from costmodel.solve import Progress
 from costmodel.spec import PlanError
 from costmodel.spec.sizing import parse_count
 from tui.canvas import Canvas
@@ -35,12 +34,13 @@ from tui.form import Form
 from tui.keys import FORM_KEYS, KEYS, LINE, VIEWS
 from tui.leave import as_toml, command_line
 from tui.lines import Line, Span, bold, dim, length, line, wrapped
-from tui.panes import PANES, Compare, Explain, Measured, Pane, Solve, Timeline
+from tui.panes import pane_class
+from tui.panes.base import Pane
+from tui.pins import MOST_PINS, Pinned, pin_name
 from tui.presets import PRESETS, START
 from tui.propose import Proposals, proposals
 from tui.state import State, attempt, dismissed, opened, stepped, undone
 from tui.tour import STOPS, Figures
-from tui.views.compare import MOST_PINS, Pinned, pin_name
 from tui.views.explore import gib, held, said
 from tui.views.guide import panel
 
@@ -67,8 +67,8 @@ class Explorer(App[None]):
         Binding("g", "search", "start the search", id="search"),
         Binding("r", "record", "open a record", id="record"),
         Binding("c", "cancel", "stop what runs", id="cancel"),
-        Binding("x", "curve(1)", "field of the curve", id="curve.field"),
-        Binding("m", "metric(1)", "figure of the curve", id="curve.figure"),
+        Binding("x", "turn('field', 1)", "field of the curve", id="curve.field"),
+        Binding("m", "turn('figure', 1)", "figure of the curve", id="curve.figure"),
     ]
 
     def __init__(self, given: Mapping[str, Any] | None = None, profile: str | None = None) -> None:
@@ -92,13 +92,14 @@ class Explorer(App[None]):
         with Horizontal(id="body"):
             yield Form(id="form")
             with ContentSwitcher(initial="explore", id="views"):
-                yield PANES["explore"](id="explore")
+                yield pane_class("explore")(id="explore")
         yield Canvas(id="tour")
         yield Canvas(id="keys")
 
     def on_mount(self) -> None:
         self.query_one(Form).focus()
         self.consider()
+        gc.freeze()  # what has been imported stays: no key should wait for a collector that looks at it
 
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.width < NARROW, "narrow")
@@ -168,11 +169,12 @@ class Explorer(App[None]):
         if state.problem or state is not self.state:
             return
 
-        def watch(progress: Progress) -> bool:
+        def watch(progress: object) -> bool:
             time.sleep(YIELD_S)
             return self.state is state
 
         def work() -> None:
+            from costmodel.advice import advise
             try:
                 found = proposals(advise(state.run, state.profile, watch=watch))
             except PlanError:
@@ -260,7 +262,7 @@ class Explorer(App[None]):
         """Show a view; it is built at the first visit."""
         switcher = self.query_one("#views", ContentSwitcher)
         if not switcher.query(f"#{name}"):
-            await switcher.mount(PANES[name](id=name))
+            await switcher.mount(pane_class(name)(id=name))
         switcher.current = name
         pane = self.query_one(f"#{name}", Pane)
         self.set_class(self.has_class("narrow") and not pane.with_form, "formless")
@@ -373,19 +375,23 @@ class Explorer(App[None]):
 
     def action_search(self) -> None:
         """Start the chosen search of Solve, or the job of Measured."""
-        if isinstance(self.pane, Solve | Measured):
-            self.pane.go()
+        self.pane.go()
 
     def action_cancel(self) -> None:
         """Stop what runs in the view."""
-        if isinstance(self.pane, Solve | Measured):
-            self.pane.cancel()
+        self.pane.cancel()
+
+    def action_pick_choice(self, at: int) -> None:
+        self.pane.pick_choice(at)
+
+    def action_turn(self, what: str, by: int) -> None:
+        """Another field or figure of Compare's curve, the next section of Explain, a zoom of Timeline."""
+        self.pane.turn(what, by)
 
     async def action_record(self) -> None:
         """Open a record, or choose one of a folder, and lay it beside its prediction."""
         await self.action_view("measured")
         pane = self.pane
-        assert isinstance(pane, Measured)
 
         def take(value: Any) -> None:
             path = Path(value).expanduser() if value else None
@@ -399,30 +405,6 @@ class Explorer(App[None]):
                 pane.open(path)
 
         self.push_screen(Ask("Open a record", "A record that execute wrote (.json), or a folder of them.", "records"), take)
-
-    def action_choose_search(self, at: int) -> None:
-        if isinstance(self.pane, Solve):
-            self.pane.choose_search(at)
-
-    def action_section(self, by: int) -> None:
-        """The next section of Explain."""
-        if isinstance(self.pane, Explain):
-            self.pane.section(by)
-
-    def action_timeline(self, what: str) -> None:
-        """What the key line of Timeline says, for the mouse."""
-        if isinstance(self.pane, Timeline):
-            {"zoom_in": partial(self.pane.zoom, 0.5), "fit": self.pane.fit, "next": partial(self.pane.pick, 1), "wait": self.pane.next_wait}[what]()
-
-    def action_curve(self, by: int) -> None:
-        """Another field for the curve of Compare."""
-        if isinstance(self.pane, Compare):
-            self.pane.action_curve(by)
-
-    def action_metric(self, by: int) -> None:
-        """Another figure for the curve of Compare."""
-        if isinstance(self.pane, Compare):
-            self.pane.action_metric(by)
 
     # -- pins ------------------------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
 """What `s` offers for a run that is whole: from the advice about it, the change to make first and what it promises."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from costmodel.advice import Advice, Suggestion
 from costmodel.changes import Keep
+
+if TYPE_CHECKING:
+    from costmodel.advice import Advice, Suggestion
 
 GIB = 1 << 30
 
@@ -25,7 +27,7 @@ class Proposals(NamedTuple):
     title: str
 
 
-def proposals(advice: Advice) -> Proposals:
+def proposals(advice: "Advice") -> Proposals:
     """Make it fit where it does not; else make it faster."""
     if advice.faster:
         return Proposals(tuple(_proposal(s) for s in advice.faster), "faster")
@@ -33,7 +35,7 @@ def proposals(advice: Advice) -> Proposals:
     return Proposals(tuple(_proposal(s) for s in (fit or advice.helps)), "fits" if fit else "helps")
 
 
-def _proposal(s: Suggestion) -> Proposal:
+def _proposal(s: "Suggestion") -> Proposal:
     """Time is per token of one GPU, so that a change of the batch or of the GPUs compares."""
     per_token = 1 / s.per_gpu - 1 if s.per_gpu else 0.0
     points = 100 * ((s.report.mfu or 0.0) - (s.report.mfu or 0.0) / (s.per_gpu or 1.0))

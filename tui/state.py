@@ -79,25 +79,29 @@ def attempt(state: State, changes: Changes, keep: Keep = "micro_batch") -> State
     try:
         return moved(state, answer(changed(state.run, changes, keep), state.profile))
     except PlanError as error:
-        repair = repaired(state.run, changes, error, lambda run: answer(run, state.profile))
-        return replace(state, problem=Problem(changes, error, repair), values={**reading(state.run), **changes})
+        return _failed(state, changes, error)
+
+
+def _failed(state: State, changes: Changes, error: PlanError) -> State:
+    repair = repaired(state.run, changes, error, lambda run: answer(run, state.profile))
+    return replace(state, problem=Problem(changes, error, repair), values={**reading(state.run), **changes})
 
 
 def stepped(state: State, path: str, by: int, keep: Keep = "micro_batch") -> State:
     """The next value of a field that there is a run for. Where no run has any of them, the first one's problem is shown."""
-    field = BY_PATH[path]
-    value = state.values[path]
-    first: State | None = None
-    for candidate in neighbours(field, state.run, value, by):
+    first: tuple[Changes, PlanError] | None = None
+    for value in neighbours(BY_PATH[path], state.run, state.values[path], by):
+        changes = {path: value}
         try:
-            changed(state.run, {path: candidate}, keep)
-        except PlanError:
-            first = first or attempt(state, {path: candidate}, keep)
+            run = changed(state.run, changes, keep)
+        except PlanError as error:
+            first = first or (changes, error)
             continue
-        return attempt(state, {path: candidate}, keep)
-    if first is None and state.problem:
-        return dismissed(state)
-    return first or state
+        try:
+            return moved(state, answer(run, state.profile))
+        except PlanError as error:
+            return _failed(state, changes, error)
+    return _failed(state, *first) if first else dismissed(state)
 
 
 def dismissed(state: State) -> State:

@@ -24,10 +24,11 @@ from tui.panes.explain import Explain
 from tui.panes.measured import Measured
 from tui.panes.solve import Solve
 from tui.panes.timeline import Timeline, laid_out
+from tui.pins import Pinned, pin_name
 from tui.presets import PRESETS
 from tui.state import attempt, opened
 from tui.views import measured
-from tui.views.compare import METRICS, Pinned, compared, pin_name, sweep, table
+from tui.views.compare import METRICS, compared, sweep, table
 from tui.views.solve import SEARCHES, rows
 from tui.views.timeline import Lane, Window, inspector, items, lane_line, lanes_of, pipeline_map
 

@@ -1,11 +1,11 @@
-"""The views as widgets, by name."""
+"""The views as widgets, by name; each is imported at its first visit."""
+
+from importlib import import_module
 
 from tui.panes.base import Pane
-from tui.panes.compare import Compare
-from tui.panes.explain import Explain
-from tui.panes.explore import Explore
-from tui.panes.measured import Measured
-from tui.panes.solve import Solve
-from tui.panes.timeline import Timeline
 
-PANES: dict[str, type[Pane]] = {"explore": Explore, "timeline": Timeline, "compare": Compare, "explain": Explain, "solve": Solve, "measured": Measured}
+
+def pane_class(name: str) -> type[Pane]:
+    """The widget of a view: `explore` is Explore of tui.panes.explore."""
+    found: type[Pane] = getattr(import_module(f"tui.panes.{name}"), name.capitalize())
+    return found

@@ -1,5 +1,6 @@
 """A view as a widget: it paints a state, and says what it focuses and which keys it adds to the key line."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.widget import Widget
@@ -31,3 +32,20 @@ class Pane(Widget):
 
     def on_resize(self) -> None:
         self.paint(self.explorer.state)
+
+    # What keys of some views ask of the view in sight; nothing where it has no such thing.
+
+    def go(self) -> None:
+        """Start what is chosen."""
+
+    def cancel(self) -> None:
+        """Stop what runs."""
+
+    def pick_choice(self, at: int) -> None:
+        """Choose an entry of the view's list."""
+
+    def turn(self, what: str, by: int) -> None:
+        """Another field or figure of a curve, the next section, a zoom."""
+
+    def open(self, path: Path) -> None:
+        """Show a file."""

@@ -5,7 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.segment import Segment
+from rich.style import Style
 from textual.app import ComposeResult
+from textual.strip import Strip
+from textual.widget import Widget
 
 from costmodel.solve import Progress
 from costmodel.spec import PlanError
@@ -13,8 +17,9 @@ from tui.canvas import Canvas
 from tui.fields import BY_PATH, shown
 from tui.lines import Line
 from tui.panes.base import Pane
+from tui.pins import Pinned
 from tui.state import State
-from tui.views.compare import CURVE_FIELDS, METRICS, NOW, Pinned, Point, compared, curve_title, sweep, table
+from tui.views.compare import CURVE_FIELDS, METRICS, NOW, Point, compared, curve_title, sweep, table
 
 if TYPE_CHECKING:
     from textual_plot import PlotWidget
@@ -26,7 +31,7 @@ Curves = list[tuple[str, list[Point]]]
 class Compare(Pane):
     """Pins against the first pin, or the run against one GPU."""
 
-    keys = (("x", "field", "curve(1)"), ("m", "figure", "metric(1)"))
+    keys = (("x", "field", "turn('field', 1)"), ("m", "figure", "turn('figure', 1)"))
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -44,6 +49,8 @@ class Compare(Pane):
         plot.can_focus = False
         await self.mount(plot)
         plot.margin_top, plot.margin_bottom = 0, 2
+        for canvas in plot.walk_children(with_self=True):
+            _always_styled(canvas)
         self.plot = plot
         self.call_after_refresh(self.draw)
 
@@ -117,14 +124,25 @@ class Compare(Pane):
         self.plot.set_x_formatter(_Values({place[v]: shown(v) for v in values}))
         self.plot.set_xlabel(field.label)
 
-    def action_curve(self, by: int) -> None:
-        self.field = (self.field + by) % len(CURVE_FIELDS)
-        self.paint(self.explorer.state)
+    def turn(self, what: str, by: int) -> None:
+        """Another field for the curve, or another figure."""
+        if what == "field":
+            self.field = (self.field + by) % len(CURVE_FIELDS)
+            self.paint(self.explorer.state)
+        elif what == "figure":
+            self.metric = (self.metric + by) % len(METRICS)
+            self._title()
+            self.draw()
 
-    def action_metric(self, by: int) -> None:
-        self.metric = (self.metric + by) % len(METRICS)
-        self._title()
-        self.draw()
+
+def _always_styled(widget: Widget) -> None:
+    """textual-plot's canvas has cells without a style, on which Textual's filter for NO_COLOR fails."""
+    bare = widget.render_line
+
+    def render_line(y: int) -> Strip:
+        return Strip([Segment(s.text, s.style or Style.null(), s.control) for s in bare(y)])
+
+    setattr(widget, "render_line", render_line)  # noqa: B010
 
 
 def _colour(canvas: Canvas, i: int) -> str:

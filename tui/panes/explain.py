@@ -18,7 +18,7 @@ from tui.views.explain import headings, page
 class Explain(Pane):
     """The page of `costmodel explain`."""
 
-    keys = (("n", "next section", "section(1)"), ("↑ ↓", "scroll", "section(0)"))
+    keys = (("n", "next section", "turn('section', 1)"), ("↑ ↓", "scroll", "turn('section', 0)"))
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -54,11 +54,11 @@ class Explain(Pane):
         if self.made == made:
             self.query_one("#page", Canvas).show(lines)
 
-    def section(self, by: int) -> None:
+    def turn(self, what: str, by: int) -> None:
         """Scroll to the next section; after the last one, to the first."""
         scroll = self.query_one(Scroll)
         tops = headings(self.query_one("#page", Canvas).lines)
-        if by and tops:
+        if what == "section" and by and tops:
             at = next((top for top in tops if top > scroll.scroll_offset.y + 1), tops[0])
             scroll.scroll_to(y=at, animate=False)
 
@@ -66,4 +66,4 @@ class Explain(Pane):
 class Scroll(VerticalScroll, can_focus=True):
     """Arrows and page keys scroll; n goes to the next section."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("n", "app.section(1)", "next section", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("n", "app.turn('section', 1)", "next section", show=False)]

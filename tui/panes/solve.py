@@ -57,9 +57,9 @@ class Solve(Pane):
 
     def choose(self, by: int) -> None:
         if not self.running:
-            self.choose_search(max(0, min(len(SEARCHES) - 1, self.now.choice + by)))
+            self.pick_choice(max(0, min(len(SEARCHES) - 1, self.now.choice + by)))
 
-    def choose_search(self, at: int) -> None:
+    def pick_choice(self, at: int) -> None:
         if not self.running and at != self.now.choice:
             self.now = Searching(at)
             self.paint(self.explorer.state)

@@ -70,8 +70,8 @@ class Track(Canvas, can_focus=True):
 class Timeline(Pane):
     """The step of each rank role, stream by stream."""
 
-    keys = (("+ -", "zoom", "timeline('zoom_in')"), ("0", "all", "timeline('fit')"), ("← →", "slice", "timeline('next')"),
-            ("n", "next wait", "timeline('wait')"))
+    keys = (("+ -", "zoom", "turn('zoom', 1)"), ("0", "all", "turn('fit', 1)"), ("← →", "slice", "turn('slice', 1)"),
+            ("n", "next wait", "turn('wait', 1)"))
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -170,6 +170,17 @@ class Timeline(Pane):
         start = max(0.0, min(start, self.lanes.step_s - span))
         self.window = Window(start, start + span)
         self.draw()
+
+    def turn(self, what: str, by: int) -> None:
+        """What the key line says, for the mouse."""
+        if what == "zoom":
+            self.zoom(0.5)
+        elif what == "fit":
+            self.fit()
+        elif what == "slice":
+            self.pick(by)
+        elif what == "wait":
+            self.next_wait()
 
     # -- what is picked --------------------------------------------------------------------------------------------------------
 

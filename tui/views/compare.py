@@ -5,38 +5,18 @@ from typing import NamedTuple
 
 from costmodel.changes import Keep, changed
 from costmodel.comparison import Comparison, Entry, Predicted, compare, one_gpu
-from costmodel.render.prediction import strategy_name
 from costmodel.render.units import share
 from costmodel.report import CATEGORIES, StepReport
 from costmodel.solve.trials import Watch
 from costmodel.spec import PlanError, Run
 from costmodel.waterfall import IDEAL, waterfall
-from tui.fields import BY_PATH, FIELDS, reading, shown
+from tui.fields import BY_PATH
 from tui.lines import Line, Span, bold, dim, fitted, line
+from tui.pins import Pinned
 from tui.state import State, answer
 from tui.views.explore import GIB, gib, held, ms
 
-MOST_PINS = 4
 NOW = "now"
-
-
-class Pinned(NamedTuple):
-    """A run that was kept, with its prediction."""
-
-    name: str
-    run: Run
-    report: StepReport
-
-
-def pin_name(run: Run, others: Sequence[Run]) -> str:
-    """The plan in short; what changed since the last pin where that says more."""
-    if others:
-        before, after = reading(others[-1]), reading(run)
-        moved = [f"{field.label} {shown(after[field.path])}" for field in FIELDS
-                 if before[field.path] != after[field.path] and field.kind(run) == "own"]
-        if 0 < len(moved) <= 2:
-            return ", ".join(moved)
-    return f"{run.cluster.gpus}x {strategy_name(run.plan)}"
 
 
 def compared(state: State, pins: Sequence[Pinned]) -> Comparison:
@@ -157,7 +137,7 @@ def sweep(run: Run, path: str, profile: str | None, keep: Keep, watch: Watch | N
 def curve_title(path: str, metric: Metric, fits: Sequence[str], width: int) -> Line:
     """What the curve shows, and the keys that change it."""
     said = line(Span("CURVE ", "head"), bold(f"{metric.name} over {BY_PATH[path].label}"), dim("   "),
-                Span("x", "accent bold", "app.curve(1)"), dim(" field  "), Span("m", "accent bold", "app.metric(1)"), dim(" figure  "))
+                Span("x", "accent bold", "app.turn('field', 1)"), dim(" field  "), Span("m", "accent bold", "app.turn('figure', 1)"), dim(" figure  "))
     if fits:
         said.append(dim("  ".join(fits)))
     return fitted(said, width)

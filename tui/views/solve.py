@@ -81,7 +81,7 @@ def head(now: Searching, running: bool, width: int) -> list[Line]:
                             Span("c", "accent bold", "app.cancel"), dim(" stop  ⏎ apply a row"))]
     for i, search in enumerate(SEARCHES):
         here = i == now.choice
-        out.append(fitted(line(Span(f" {'▸' if here else ' '} {search.name:<21}", "bold" if here else "", f"app.choose_search({i})"), dim(search.does)), width))
+        out.append(fitted(line(Span(f" {'▸' if here else ' '} {search.name:<21}", "bold" if here else "", f"app.pick_choice({i})"), dim(search.does)), width))
     out += said(now, running, width)
     return [*out, *[[] for _ in range(HEAD - len(out))]]
 
