@@ -115,8 +115,6 @@ class Explorer(App[None]):
 
     def paint(self) -> None:
         """Hand the state to everything in sight."""
-        if not self.is_mounted or len(self.screen_stack) == 0:
-            return
         root = self.screen_stack[0]
         self.set_class(self.state.run.plan.pp > 1, "pipelined")
         root.query_one(Form).paint(self.state)

@@ -94,7 +94,7 @@ def command_line(run: Run, profile: str | None = None) -> str:
 
 def _number(text: str) -> bool:
     from costmodel.cli.options import toml_scalar
-    return toml_scalar(text) != text
+    return bool(toml_scalar(text) != text)
 
 
 def _paths(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:

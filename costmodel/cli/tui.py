@@ -1,5 +1,6 @@
 """`costmodel tui`: the what-if explorer, where it is installed."""
 
+import sys
 from importlib import import_module
 
 from costmodel.cli.guard import InputError
@@ -20,4 +21,6 @@ def tui(given: Given) -> None:
         raise InputError(f"costmodel tui: {error.name} is not installed. From the checkout, run: pip install -e '.[tui]'") from None
     with given.naming():
         app = explorer(given.mapping or None, given.profile)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InputError("costmodel tui: it needs a terminal. For text in a pipe or a file use costmodel predict.")
     app.run()

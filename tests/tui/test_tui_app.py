@@ -272,6 +272,18 @@ def test_a_wrong_run_ends_before_the_screen_opens() -> None:
     assert "it must divide the 7 GPUs" in done.stderr
 
 
+def test_without_a_terminal_the_command_says_so() -> None:
+    done = CliRunner().invoke(command_line, ["tui"])
+    assert done.exit_code == 2
+    assert "it needs a terminal" in done.stderr
+
+
+def test_the_page_of_keys_names_every_key() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "tui.md").read_text(encoding="utf-8")
+    cells = " ".join(row.split("|")[1] for row in page.splitlines() if row.startswith("| "))
+    assert {key.shown for key in KEYS} <= set(cells.replace(",", " ").split())
+
+
 def test_without_textual_the_command_says_what_to_install() -> None:
     code = ("import sys\nsys.modules['textual'] = None\nsys.argv = ['costmodel', 'tui']\nfrom costmodel.cli import main\nmain()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent.parent)

@@ -29,8 +29,9 @@ from tui.presets import PRESETS
 from tui.state import attempt, opened
 from tui.views import measured
 from tui.views.compare import METRICS, compared, sweep, table
+from tui.views.pipeline import Window, pipeline_map
 from tui.views.solve import SEARCHES, rows
-from tui.views.timeline import Lane, Window, inspector, items, lane_line, lanes_of, pipeline_map
+from tui.views.timeline import Lane, inspector, items, lane_line, lanes_of
 
 SMALL = {"params": "350M", "cluster": {"gpus": 8}, "plan": {"strategy": "fsdp"}, "recipe": {"seq_len": 1024}}
 PIPELINE = {"model": "llama-2-7b", "cluster": {"gpus": 8}, "plan": {"zero": 0, "pp": 4}, "recipe": {"grad_accum": 8, "precision": "bf16-pure"}}

@@ -49,7 +49,7 @@ class Compare(Pane):
         plot.can_focus = False
         await self.mount(plot)
         plot.margin_top, plot.margin_bottom = 0, 2
-        for canvas in plot.walk_children(with_self=True):
+        for canvas in plot.query(Widget):
             _always_styled(canvas)
         self.plot = plot
         self.call_after_refresh(self.draw)

@@ -15,7 +15,8 @@ from tui.lines import dim
 from tui.panes.base import Pane
 from tui.state import State
 from tui.views.explore import folded, held
-from tui.views.timeline import LABEL, Item, Lane, Lanes, Window, exposed, inspector, items, lane_line, lanes_of, pipeline_map, ruler
+from tui.views.pipeline import Window, pipeline_map
+from tui.views.timeline import LABEL, Item, Lane, Lanes, exposed, inspector, items, lane_line, lanes_of, ruler
 
 NEAREST_S = 1e-6
 """The narrowest window."""

@@ -13,6 +13,7 @@ from tui.fields import BY_PATH, LAST_NAMES, shown
 from tui.lines import Line, Span, bold, dim, fitted, flowed, length, line, wrapped
 from tui.propose import Proposals
 from tui.state import State
+from tui.views.pipeline import pipeline_map
 
 GIB = 1 << 30
 MEMORY: tuple[tuple[str, str, str], ...] = (
@@ -60,6 +61,9 @@ def explore(state: State, proposals: Proposals | None, size: Size) -> list[Line]
     end = bound(state, proposals, size)
     room = size.height - len(out) - len(end)
     out += losses(state, size, room)
+    room = size.height - len(out) - len(end) - 1
+    if room >= 5 and slowest is not None:
+        end += [[], *(pipeline_map(state.run, None, 1.0, size.width, room) or traffic(slowest, size.width, room))]
     return [fitted(row, size.width) for row in [*out, *end]][:size.height]
 
 
@@ -233,6 +237,22 @@ def step(time: TimeReport, size: Size) -> list[Line]:
     return rows
 
 
+def traffic(role: RoleReport, width: int, rows: int) -> list[Line]:
+    """What the slowest rank sends in a step, the longest first; where there is room to spare."""
+    sent = sorted(role.collectives or (), key=lambda c: -(c.total_s or 0.0))
+    if not sent:
+        return [line(Span("SENT ", "head"), dim("nothing: no rank talks to another"))]
+    out: list[Line] = [line(Span("SENT ", "head"), dim("by the slowest rank in a step: how often, over whom, the message, all of them in ms"))]
+    for c in sent[:rows - 1]:
+        out.append(fitted(line(f" {c.count:>5,} x {c.kind + ' ' + c.dtype:<20}", dim(f" {c.axis} {c.group}".ljust(20)), dim(c.phase.ljust(10)),
+                               f"{_bytes(c.message_bytes):>12}", bold(f"{ms(1e3 * (c.total_s or 0.0)):>10}")), width))
+    return out
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e9:,.2f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB" if n >= 1e5 else f"{n / 1e3:,.1f} kB"
+
+
 def ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
@@ -289,24 +309,25 @@ def _few(fall: Waterfall, rows: int) -> list[Bar]:
 
 
 def bound(state: State, proposals: Proposals | None, size: Size) -> list[Line]:
-    """What bounds the step, the change that would help most, and what the figures rest on."""
+    """What bounds the step, the change that would help most (two rows, whatever it is), and what the figures rest on."""
     rows: list[Line] = [line(Span("BOUND BY ", "head"), bold(state.report.bound_by or "not known"))]
     if state.problem:
-        rows.append([dim("figures of the last valid run")])
+        rows += [[dim("figures of the last valid run")], []]
     elif proposals is None:
-        rows.append([dim("looking for what would help …")])
+        rows += [[dim("looking for what would help …")], []]
     elif proposals.found:
         first, others = proposals.found[0], len(proposals.found) - 1
-        more = [dim(f"  (S: {others} more)")] if others and not size.compact else []
-        rows.append([Span(" s ", "key", "app.propose"), bold(f" {first.words}"), Span(f"  {first.promise}", "good"), *more])
+        more = [dim(f"   S: {others} more")] if others else []
+        rows += [[Span(" s ", "key", "app.propose"), bold(f" {first.words}")], [Span(f"    {first.promise}", "good"), *more]]
     else:
-        rows.append([dim("no single change is known to help")])
-    if not size.compact:
-        kinds: dict[str, list[str]] = {}
-        for name, basis in state.report.basis.items():
-            kinds.setdefault(basis, []).append(name.replace("_", " "))
-        rows += flowed([[dim(f"{kind}: {', '.join(names)}")] for kind, names in kinds.items()], size.width, 2, gap=2)
-        if state.report.notes:
-            more = f"  (i: {len(state.report.notes) - 1} more)" if len(state.report.notes) > 1 else ""
-            rows += wrapped(f"note  {state.report.notes[0]}{more}", size.width, 2, "warn")
+        rows += [[dim("no single change is known to help")], []]
+    if size.compact:
+        return rows
+    kinds: dict[str, list[str]] = {}
+    for name, basis in state.report.basis.items():
+        kinds.setdefault(basis, []).append(name.replace("_", " "))
+    rows += flowed([[dim(f"{kind}: {', '.join(names)}")] for kind, names in kinds.items()], size.width, 2, gap=2)
+    if state.report.notes:
+        others = len(state.report.notes) - 1
+        rows += wrapped(f"note  {state.report.notes[0]}{f'  (i: {others} more)' if others else ''}", size.width, 2, "warn")
     return rows
