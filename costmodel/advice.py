@@ -130,7 +130,7 @@ def _fitting(trials: Trials, before: StepReport) -> Advice:
     together: list[Suggestion] = []
     stopped = False
     try:
-        single = _singles(trials, before)
+        _try_singles(trials, before, single)
         more = _more_gpus(trials, before, {})
         if more is not None:
             single.enough.append(more)
@@ -152,10 +152,9 @@ class _Singles(NamedTuple):
     helps: dict[str, tuple[Change, Suggestion]]
 
 
-def _singles(trials: Trials, before: StepReport) -> _Singles:
+def _try_singles(trials: Trials, before: StepReport, into: _Singles) -> None:
     """Try each ladder up to its mildest step that is enough."""
-    enough: list[Suggestion] = []
-    helps: dict[str, tuple[Change, Suggestion]] = {}
+    enough, helps = into
     done: set[str] = set()
     for change in savings(trials.run):
         if change.ladder in done:
@@ -169,7 +168,6 @@ def _singles(trials: Trials, before: StepReport) -> _Singles:
             helps.pop(change.ladder, None)
         elif s.needs_after < s.needs_before * (1 - ENOUGH) and (change.ladder not in helps or s.needs_after < helps[change.ladder][1].needs_after):
             helps[change.ladder] = change, s
-    return _Singles(enough, helps)
 
 
 def _more_gpus(trials: Trials, before: StepReport, picked: Picked) -> Suggestion | None:

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[frozenset[str], ...] = tuple(frozenset(names.split()) for names in (
-    "spec atomic", "report", "catalog", "inputs program", "changes cost memory", "simulate mesh", "timing", "prediction timeline", "solve waterfall",
-    "advice", "comparison explain oom records formats", "render", "cli"))
+    "spec atomic", "report", "catalog", "inputs program", "changes cost memory", "simulate mesh", "timing", "repricing", "prediction timeline",
+    "waterfall solve", "advice", "comparison explain oom records formats", "render", "cli"))
 """Lowest first; rooms of one floor do not import one another."""
 SHARED_CLI = ("cli.options", "cli.files", "cli.guard")
 """Pieces of the command line that every command with a run uses: they know no prediction."""

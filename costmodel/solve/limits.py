@@ -7,12 +7,15 @@ beyond its answer; where something there fits after all, it goes on from there. 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from costmodel.catalog.profiles import Profile
 from costmodel.changes import Keep
-from costmodel.report import StepReport
+from costmodel.memory import tensors_at_peak
+from costmodel.program.build import build
+from costmodel.program.stages import build_pipeline
+from costmodel.report import Peak, StepReport
 from costmodel.solve.trials import Stopped, Trial, Trials, Watch, fits, worst
 from costmodel.spec import PlanError, Run
 
@@ -39,6 +42,9 @@ class Bound:
     category: str = ""
     """The largest category at that moment, and its bytes."""
     category_bytes: int = 0
+    holds: dict[str, int] = field(default_factory=dict)
+    """What the memory holds at that moment, the largest first, bytes: the categories, and activations and temporaries by part of the model
+    (logits, attention, feed-forward, residual stream, other)."""
     growing: str = ""
     """The category that grew most from the answer, and by how many bytes; empty without an answer."""
     growing_bytes: int = 0
@@ -238,6 +244,25 @@ def _bound(beyond: Trial | None, answer: Trial | None, end: str) -> Bound:
         growing = max(growth, key=lambda c: growth[c])
         more = growth[growing]
     over = max(0, -(memory.headroom_bytes or 0))
+    assert beyond.run is not None
+    holds = _holds(beyond.run, role.role, memory.allocated)
     outside = sum(memory.outside.values()) + (memory.workspace_bytes or 0)
-    return Bound("memory", role.role, memory.allocated.moment, category, split[category], growing, more, states, over,
+    return Bound("memory", role.role, memory.allocated.moment, category, split[category], holds, growing, more, states, over,
                  states + outside > memory.capacity_bytes)
+
+
+PARTS = {"logits": ("head", "loss", "embedding.out"), "attention": ("attention",), "feed-forward": ("mlp",), "residual stream": ("hidden",)}
+"""Parts of the model by the beginning of a tensor's name; a tied head is called embedding."""
+
+
+def _holds(run: Run, role: str, peak: Peak) -> dict[str, int]:
+    """What a role's memory holds at its peak."""
+    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    out = {category: n for category, n in peak.by_category.items() if category not in ("activations", "temporaries")}
+    tensors = tensors_at_peak(next(r for r in program.roles if r.role == role))
+    if not tensors:
+        return dict(sorted(peak.by_category.items(), key=lambda item: -item[1]))
+    for name, n in tensors.items():
+        part = next((part for part, starts in PARTS.items() if name.removeprefix("grad:").startswith(starts)), "other")
+        out[part] = out.get(part, 0) + n
+    return dict(sorted(out.items(), key=lambda item: -item[1]))

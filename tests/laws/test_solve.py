@@ -9,7 +9,7 @@ from runs import examples, runs
 
 from costmodel import PlanError, Run, build_run, predict
 from costmodel.changes import changed
-from costmodel.solve import Progress, fewest_gpus, fits, largest, plans
+from costmodel.solve import Progress, Solution, fewest_gpus, fits, largest, plans
 from costmodel.solve.limits import frontier
 
 GPUS = st.sampled_from([1, 2, 8, 16])
@@ -24,6 +24,12 @@ def on_a_small_card(run: Run, share: float) -> Run:
     capacity = int((other + share * tensors) / 0.9) + 1
     accelerator = run.cluster.accelerator.model_copy(update={"memory_bytes": capacity})
     return run.model_copy(update={"cluster": run.cluster.model_copy(update={"accelerator": accelerator})})
+
+
+def max_allocated(found: Solution) -> int:
+    """Bytes at the peak of the role that binds."""
+    assert found.beyond_report is not None
+    return next(r.memory.allocated.total_bytes for r in found.beyond_report.roles if r.role == found.bound.role and r.memory)
 
 
 @examples(30)
@@ -42,6 +48,8 @@ def test_the_largest_fits_and_one_more_does_not(run: Run, quantity: Literal["mic
     if found.bound.kind == "memory":
         assert found.beyond is not None
         assert not fits(predict(changed(run, {field: found.beyond}), scaling=False), risky)
+        assert list(found.bound.holds.values()) == sorted(found.bound.holds.values(), reverse=True)
+        assert sum(found.bound.holds.values()) == pytest.approx(max_allocated(found), rel=1e-9)
         if quantity == "micro_batch" and found.value is not None:
             assert found.beyond == found.value + 1
 
@@ -119,6 +127,14 @@ def test_more_gpus_do_not_help_where_nothing_is_sharded() -> None:
     found = fewest_gpus(build_run(model="llama-3-8b", cluster={"gpus": 8}, plan={"strategy": "ddp"}))
     assert found.value is None
     assert found.bound.states_alone
+
+
+def test_the_logits_bind_a_small_model() -> None:
+    """GPT-2's vocabulary: three fp32 and one bf16 tensor of logits at the loss, 14 bytes each, exceed what the 12 layers keep."""
+    found = largest(build_run(model="gpt2", cluster={"gpu": "rtx_3090", "gpus": 1}), "micro_batch")
+    assert found.value is not None
+    assert next(iter(found.bound.holds)) == "logits"
+    assert found.bound.holds["logits"] == pytest.approx(14 * (found.value + 1) * 1024 * 50257, rel=0.15)
 
 
 def test_learned_positions_end_the_sequence() -> None:
