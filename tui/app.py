@@ -23,6 +23,7 @@ from costmodel.changes import Keep
 from costmodel.cli.files import read_run_file, write_whole
 from costmodel.cli.guard import InputError, plain
 from costmodel.cli.options import toml_scalar
+from costmodel.prediction import predict
 from costmodel.render.prediction import title
 from costmodel.render.units import duration, share
 from costmodel.spec import PlanError
@@ -38,7 +39,7 @@ from tui.panes import pane_class
 from tui.panes.base import Pane
 from tui.pins import MOST_PINS, Pinned, pin_name
 from tui.presets import PRESETS, START
-from tui.propose import Proposals, proposals
+from tui.propose import Proposals, Rested, proposals
 from tui.state import State, attempt, dismissed, opened, stepped, undone
 from tui.tour import STOPS, Figures
 from tui.views.explore import gib, held, said
@@ -75,8 +76,7 @@ class Explorer(App[None]):
         super().__init__()
         self.state: State = opened(given if given is not None else START, profile)
         self.keep: Keep = "micro_batch"
-        self.proposals: Proposals | None = None
-        """What `s` offers; None while it is looked for."""
+        self.rested: Rested | None = None
         self.pins: list[Pinned] = []
         self._advice: Timer | None = None
         self.own: State | None = None
@@ -152,7 +152,7 @@ class Explorer(App[None]):
         """Take a new state and paint it."""
         if state is not self.state:
             self.state = state
-            self.proposals = None
+            self.rested = None
             self.paint()
             self.consider()
 
@@ -173,18 +173,27 @@ class Explorer(App[None]):
 
         def work() -> None:
             from costmodel.advice import advise
+            report = predict(state.run, state.profile, intervals=True)
+            if watch(None):
+                self.call_from_thread(self.rest, state, Rested(report))
             try:
                 found = proposals(advise(state.run, state.profile, watch=watch))
             except PlanError:
                 found = Proposals((), "")
             if self.state is state:
-                self.call_from_thread(self.propose, state, found)
+                self.call_from_thread(self.rest, state, Rested(report, found))
 
         self.run_worker(work, thread=True, group="advice", exclusive=True, exit_on_error=False)
 
-    def propose(self, state: State, found: Proposals) -> None:
+    @property
+    def proposals(self) -> Proposals | None:
+        """What `s` offers; None while it is looked for."""
+        return self.rested.proposals if self.rested else None
+
+    def rest(self, state: State, found: Rested) -> None:
+        """Show what was worked out meanwhile, unless the state is another by now."""
         if self.state is state:
-            self.proposals = found
+            self.rested = found
             self.pane.paint(state)
 
     def change(self, changes: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ from textual.widget import Widget
 from tui.lines import Line
 
 MEMORY = "PGMOACTFSX"
-STEP = "MAERtdrpkhiOsf"
-PHASES = "FRBiOsf"
+STEP = "MAERtdrpekhiOswf"
+PHASES = "FRBiOswf"
 STYLES = frozenset({
     "bold", "dim", "good", "warn", "bad", "bad-figure", "accent", "head", "key", "cursor", "cursor-off", "tab", "tab-on", "bar",
     "free", "loss", "gain", "fits", "risky", "invalid",

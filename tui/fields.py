@@ -141,6 +141,8 @@ SECTIONS: tuple[Section, ...] = (
     )),
     Section("MORE", (
         Field("cluster.name", "node type", "The servers: GPUs of a node, and the links.", _nodes, lambda run, given: run.cluster.name),
+        Field("cluster.slow_rank", "slow rank", "What if one rank computes so many times slower: the others wait for it.",
+              _constant(1.0, 1.05, 1.1, 1.2, 1.5, 2.0), lambda run, given: run.cluster.slow_rank),
         Field("plan.reshard_after_forward", "reshard", "FSDP frees gathered parameters after forward and gathers them again in backward.",
               _constant(*SWITCH), _plan("reshard_after_forward"), _where(lambda run: run.plan.zero == 3 and run.plan.framework == "pytorch")),
         Field("plan.loss_parallel", "loss parallel", "Logits stay split by vocabulary over tp.", _constant(*SWITCH), _plan("loss_parallel"),

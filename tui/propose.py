@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from costmodel.changes import Keep
+from costmodel.report import StepReport
 
 if TYPE_CHECKING:
     from costmodel.advice import Advice, Suggestion
@@ -20,8 +21,17 @@ class Proposal(NamedTuple):
     promise: str
 
 
+class Rested(NamedTuple):
+    """What is worked out when a state has rested for a moment."""
+
+    report: StepReport
+    """With intervals, and the efficiency against one GPU."""
+    proposals: "Proposals | None" = None
+    """None while they are looked for."""
+
+
 class Proposals(NamedTuple):
-    """All that is offered, the best first; None while it is being looked for."""
+    """All that is offered, the best first."""
 
     found: tuple[Proposal, ...]
     title: str

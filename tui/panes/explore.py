@@ -14,4 +14,4 @@ class Explore(Canvas, Pane):
 
     def paint(self, state: State) -> None:
         if self.size.width and self.size.height:
-            self.show(explore(state, self.explorer.proposals, Size(self.size.width, self.size.height)))
+            self.show(explore(state, self.explorer.rested, Size(self.size.width, self.size.height)))

@@ -18,7 +18,7 @@ def page(state: State, width: int, with_constants: bool) -> list[Line]:
     """The whole page; the constants take a prediction each and come later. Raises PlanError where there is nothing to explain."""
     e = explain(state.run, state.report, state.profile)
     weights = constants(state.run, state.profile) if with_constants else ()
-    text = render_explanation(title(state.run), e, weights, Page(width, True))
+    text = render_explanation(title(state.run), e, weights, state.report, Page(width, True))
     lines = [spans(row) for row in text.splitlines()]
     return lines if with_constants else [*lines, [], [Span("  looking at what each constant weighs …", "dim")]]
 

@@ -1,6 +1,6 @@
 """Explore: does it fit, where the memory is, where the time goes, what bounds the step, and the one change that would help."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from costmodel.render.units import count, duration, share
@@ -10,8 +10,8 @@ from costmodel.spec import PlanError
 from costmodel.waterfall import Bar, Waterfall, waterfall
 from tui.bars import CAPACITY_AT, Parts, against, stacked, styled
 from tui.fields import BY_PATH, LAST_NAMES, shown
-from tui.lines import Line, Span, bold, dim, fitted, flowed, length, line, wrapped
-from tui.propose import Proposals
+from tui.lines import Line, Span, bold, dim, fitted, flowed, length, line, text_of, wrapped
+from tui.propose import Proposals, Rested
 from tui.state import State
 from tui.views.pipeline import pipeline_map
 
@@ -22,13 +22,13 @@ MEMORY: tuple[tuple[str, str, str], ...] = (
     ("S", "slack", "pool slack"), ("X", "outside", "context+NCCL"))
 """Letter, category, short word. The pool's slack and what lies outside the allocator complete what the device holds."""
 WORK: tuple[tuple[str, str, str], ...] = (
-    ("M", "matmul", "matmul"), ("A", "attention", "attention"), ("E", "memory-bound", "memory-bound"), ("R", "recompute", "recompute"),
+    ("M", "matmul", "matmul"), ("A", "attention", "attention"), ("E", "memory-bound", "mem-bound"), ("R", "recompute", "recompute"),
     ("t", "exposed tp", "tp wait"), ("d", "exposed dp_shard", "shard wait"), ("r", "exposed dp_replicate", "replica wait"), ("p", "exposed pp", "pp wait"),
-    ("k", "contention", "contention"), ("h", "host wait", "host wait"), ("·", "bubble", "bubble"), ("O", "optimizer", "optimizer"),
-    ("s", "stragglers", "stragglers"), ("f", "fixed", "fixed"))
+    ("e", "exposed embedding", "tied wait"), ("k", "contention", "contention"), ("h", "host wait", "host wait"), ("·", "bubble", "bubble"),
+    ("O", "optimizer", "optim"), ("s", "stragglers", "strag"), ("w", "slow rank", "slow rank"), ("f", "fixed", "fixed"))
 PHASES: tuple[tuple[str, str, str], ...] = (
-    ("F", "forward", "forward"), ("R", "recompute", "recompute"), ("B", "backward", "backward"), ("·", "bubble", "bubble"), ("O", "optimizer", "optimizer"),
-    ("s", "stragglers", "stragglers"), ("f", "fixed", "fixed"))
+    ("F", "forward", "fwd"), ("R", "recompute", "recomp"), ("B", "backward", "bwd"), ("·", "bubble", "bubble"), ("O", "optimizer", "optim"),
+    ("s", "stragglers", "strag"), ("w", "slow rank", "slow rank"), ("f", "fixed", "fixed"))
 SHORT_ROLES = {"every rank": "all", "fullest shard": "most", "emptiest shard": "least"}
 SMALL_LOSS = 0.03
 """Of MFU: below it, losses join in one bar where rows are scarce."""
@@ -50,15 +50,15 @@ class Size(NamedTuple):
         return 3 if self.height < 18 else 4 if self.height < 30 else 6 if self.height < 45 else 8
 
 
-def explore(state: State, proposals: Proposals | None, size: Size) -> list[Line]:
+def explore(state: State, rested: Rested | None, size: Size) -> list[Line]:
     """The whole pane, at most `size.height` lines."""
     report = state.report
     gap: list[Line] = [] if size.compact else [[]]
-    out = [*verdict(state, size), *gap, *memory(report, size), *gap]
+    out = [*verdict(state, rested, size), *gap, *memory(report, size), *gap]
     slowest = max((r for r in report.roles if r.time), key=lambda r: r.time.step_s if r.time else 0.0, default=None)
     if slowest and slowest.time:
         out += [*step(slowest.time, size), *gap]
-    end = bound(state, proposals, size)
+    end = bound(state, rested.proposals if rested else None, size)
     room = size.height - len(out) - len(end)
     out += losses(state, size, room)
     room = size.height - len(out) - len(end) - 1
@@ -84,7 +84,7 @@ def held(memory: MemoryReport) -> int:
     return memory.device_bytes or memory.reserved_bytes or memory.allocated.total_bytes
 
 
-def verdict(state: State, size: Size) -> list[Line]:
+def verdict(state: State, rested: Rested | None, size: Size) -> list[Line]:
     """Three rows, whatever there is to say."""
     if state.problem:
         return invalid(state, size)
@@ -100,11 +100,22 @@ def verdict(state: State, size: Size) -> list[Line]:
     if report.step_s is not None:
         mfu = f"  MFU {share(report.mfu)}" if report.mfu is not None else ""
         hfu = f"  HFU {share(report.hfu)}" if report.hfu is not None and report.hfu != report.mfu and size.width > 60 else ""
-        rows.append([bold(f"step {duration(report.step_s)}"), Span(f"  {_thousands(report.tokens_per_s)} tok/s"), bold(mfu), dim(hfu)])
+        sure = dim(within(rested.report if rested else None))
+        rows.append([bold(f"step {duration(report.step_s)}"), sure, Span(f"  {_thousands(report.tokens_per_s)} tok/s"), bold(mfu), dim(hfu)])
     r, p = state.run.recipe, state.run.plan
     degrees = " x ".join(f"{name} {n}" for name, n in (("dp", p.dp), ("tp", p.tp), ("pp", p.pp)) if n > 1 or name == "dp")
-    rows.append([dim(f"{r.global_batch:,} sequences = {state.run.tokens_per_step:,} tokens a step · {degrees} = {p.world_size:,}")])
+    scaling = rested.report.scaling if rested else None
+    weak = [dim(f" · {share(scaling.weak)} of one GPU's speed each")] if scaling and scaling.weak and p.world_size > 1 and not size.compact else []
+    rows.append([dim(f"{r.global_batch:,} sequences = {state.run.tokens_per_step:,} tokens a step · {degrees} = {p.world_size:,}"), *weak])
     return rows
+
+
+def within(report: StepReport | None) -> str:
+    """How far the constants' uncertainty moves the step, as half of its 80% interval."""
+    if report is None or not report.interval or "step_s" not in report.interval or not report.step_s:
+        return ""
+    low, high = report.interval["step_s"]
+    return f" ±{(high - low) / 2 / report.step_s:.0%}"
 
 
 def invalid(state: State, size: Size) -> list[Line]:
@@ -185,13 +196,8 @@ def memory(report: StepReport, size: Size) -> list[Line]:
             letters = [(letter, peak.by_category.get(name, 0)) for letter, name, _ in MEMORY]
             rows.append([dim(f" {phase.removesuffix(' step'):<10}"[:11]), *against(letters, bar, capacity, "m-"), dim(f"{gib(peak.total_bytes):>7}")])
     rows += [[] for _ in range(size.roles + 1 - len(rows))]
-    parts = dict(parts_of(fullest.memory))
-    items: list[Line] = []
-    for letter, _, word in MEMORY:
-        if parts[letter] >= GIB / 20:
-            value = gib(parts[letter])
-            items.append([Span(letter, f"m-{letter}"), Span(value if size.compact else f" {word} {value}")])
-    rows += flowed(items, size.width, 1 if size.compact else 2, gap=1 if size.compact else 2)
+    shares = [(letter, value / GIB) for letter, value in parts_of(fullest.memory) if value >= GIB / 20]
+    rows += legend(shares, _words(MEMORY), "m-", size.width, 1 if size.compact else 2, 0, size.compact)
     rows += [[]] if not size.compact and len(rows) < size.roles + 3 else []
     rows.append(line(dim("moment "), f"{role_name(fullest)}, {moment(fullest.memory.allocated.moment)}"))
     return rows
@@ -212,7 +218,6 @@ def folded(roles: Sequence[RoleReport], fullest: RoleReport, limit: int) -> tupl
 
 def step(time: TimeReport, size: Size) -> list[Line]:
     """The step of the slowest rank, by what the GPU did and (where there is room) by phase; both bars are the whole step."""
-    unit = 1e3
     known = {name for _, name, _ in WORK}
     other = sum(s for name, s in time.breakdown.items() if name not in known)
     work = [(letter, time.breakdown.get(name, 0.0)) for letter, name, _ in WORK]
@@ -224,17 +229,30 @@ def step(time: TimeReport, size: Size) -> list[Line]:
         rest = sum(time.phases.values()) - sum(s for _, s in phases)
         phases[-1] = ("f", phases[-1][1] + max(0.0, rest))
         rows.append([Span("STEP", "head"), dim(" ms  "), *stacked(phases, bar, time.step_s, "p-")])
-        rows += flowed([[Span(letter, styled("p-", letter)), Span(f" {word} {ms(dict(phases)[letter] * unit)}")] for letter, _, word in PHASES
-                        if dict(phases)[letter]], size.width, 1, gap=2, indent=9)
-    rows.append([Span("STEP", "head"), dim(" ms  "), *stacked(work, bar, time.step_s, "t-")] if size.compact else
-                [dim("   work  "), *stacked(work, bar, time.step_s, "t-")])
-    values = dict(work)
-    items: list[Line] = [[Span(letter, styled("t-", letter)), Span(ms(values[letter] * unit) if size.compact else f" {word} {ms(values[letter] * unit)}")]
-                         for letter, _, word in WORK if values[letter]]
-    legend = flowed(items, size.width, 1 if size.compact else 2, gap=1 if size.compact else 2, indent=0 if size.compact else 9)
-    rows += legend
-    rows += [[]] if not size.compact and len(legend) == 1 else []
-    return rows
+        rows += legend(_milliseconds(phases), _words(PHASES), "p-", size.width, 1, 9, False)
+    head = [Span("STEP", "head"), dim(" ms  ")] if size.compact else [dim("   work  ")]
+    rows.append([*head, *stacked(work, bar, time.step_s, "t-")])
+    below = legend(_milliseconds(work), _words(WORK), "t-", size.width, 1 if size.compact else 2, 0 if size.compact else 9, size.compact)
+    return [*rows, *below, *([[]] if not size.compact and len(below) == 1 else [])]
+
+
+def _milliseconds(parts: Parts) -> Parts:
+    return [(letter, 1e3 * seconds) for letter, seconds in parts if seconds]
+
+
+def _words(table: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    return {letter: word for letter, _, word in table}
+
+
+def legend(parts: Parts, words: Mapping[str, str], prefix: str, width: int, rows: int, indent: int, compact: bool) -> list[Line]:
+    """The parts of a bar with their figures: in words where they fit, close together, else by their letters alone."""
+    out: list[Line] = []
+    for gap, said in (((1, False),) if compact else ((2, True), (1, True), (1, False))):
+        items = [[Span(letter, styled(prefix, letter)), Span(f" {words[letter]} {ms(value)}" if said else ms(value))] for letter, value in parts]
+        out = flowed(items, width, rows, gap=gap, indent=indent)
+        if not text_of(out[-1]).endswith("…"):
+            break
+    return out
 
 
 def traffic(role: RoleReport, width: int, rows: int) -> list[Line]:
