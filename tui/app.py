@@ -26,6 +26,7 @@ from costmodel.cli.options import toml_scalar
 from costmodel.prediction import predict
 from costmodel.render.prediction import title
 from costmodel.render.units import duration, share
+from costmodel.render.words import moment
 from costmodel.spec import PlanError
 from costmodel.spec.sizing import parse_count
 from tui.canvas import Canvas
@@ -361,6 +362,9 @@ class Explorer(App[None]):
         out: list[Line] = []
         if state.problem:
             out += [*wrapped(plain(state.problem.error), width, 8, "bad"), []]
+        memory = state.report.fullest.memory
+        if memory is not None:
+            out += wrapped(f"Memory peaks on {state.report.fullest.role} in {moment(memory.allocated.moment)}.", width, 3)
         out += wrapped(f"Profile: {state.profile or 'the shipped constants of this accelerator and framework'}.", width, 3)
         out += [row for name, basis in state.report.basis.items() for row in wrapped(f"{name.replace('_', ' ')}: {basis}", width, 2)]
         for note in state.report.notes:

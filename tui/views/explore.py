@@ -6,7 +6,7 @@ from typing import NamedTuple
 from costmodel.render.units import count, duration, share
 from costmodel.render.words import moment
 from costmodel.report import MemoryReport, RoleReport, StepReport, TimeReport
-from costmodel.spec import PlanError
+from costmodel.spec import PlanError, Run
 from costmodel.waterfall import Bar, Waterfall, waterfall
 from tui.bars import CAPACITY_AT, Parts, against, stacked, styled
 from tui.fields import BY_PATH, LAST_NAMES, shown
@@ -30,6 +30,10 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("F", "forward", "fwd"), ("R", "recompute", "recomp"), ("B", "backward", "bwd"), ("·", "bubble", "bubble"), ("O", "optimizer", "optim"),
     ("s", "stragglers", "strag"), ("w", "slow rank", "slow rank"), ("f", "fixed", "fixed"))
 SHORT_ROLES = {"every rank": "all", "fullest shard": "most", "emptiest shard": "least"}
+SECONDS_FROM = 5.0
+"""Steps from here on are written in seconds, shorter ones in milliseconds."""
+SHOWN_SHARE = 0.002
+"""Parts of the step below it have no cell in the bar, and no figure below it."""
 SMALL_LOSS = 0.03
 """Of MFU: below it, losses join in one bar where rows are scarce."""
 
@@ -102,12 +106,18 @@ def verdict(state: State, rested: Rested | None, size: Size) -> list[Line]:
         hfu = f"  HFU {share(report.hfu)}" if report.hfu is not None and report.hfu != report.mfu and size.width > 60 else ""
         sure = dim(within(rested.report if rested else None))
         rows.append([bold(f"step {duration(report.step_s)}"), sure, Span(f"  {_thousands(report.tokens_per_s)} tok/s"), bold(mfu), dim(hfu)])
-    r, p = state.run.recipe, state.run.plan
+    return [*rows, batch_row(state.run, rested.report if rested else None, size)]
+
+
+def batch_row(run: Run, report: StepReport | None, size: Size) -> Line:
+    """The batch and the degrees; beside them the weak-scaling efficiency, once it is known."""
+    p, batch = run.plan, run.recipe.global_batch
     degrees = " x ".join(f"{name} {n}" for name, n in (("dp", p.dp), ("tp", p.tp), ("pp", p.pp)) if n > 1 or name == "dp")
-    scaling = rested.report.scaling if rested else None
-    weak = [dim(f" · {share(scaling.weak)} of one GPU's speed each")] if scaling and scaling.weak and p.world_size > 1 and not size.compact else []
-    rows.append([dim(f"{r.global_batch:,} sequences = {state.run.tokens_per_step:,} tokens a step · {degrees} = {p.world_size:,}"), *weak])
-    return rows
+    if size.compact:
+        return [dim(f"{batch:,} seqs = {run.tokens_per_step:,} tokens · {degrees}")]
+    scaling = report.scaling if report else None
+    weak = f" · weak {share(scaling.weak)}" if scaling and scaling.weak and p.world_size > 1 else ""
+    return [dim(f"{batch:,} sequences = {run.tokens_per_step:,} tokens a step · {degrees} = {p.world_size:,}{weak}")]
 
 
 def within(report: StepReport | None) -> str:
@@ -223,21 +233,24 @@ def step(time: TimeReport, size: Size) -> list[Line]:
     work = [(letter, time.breakdown.get(name, 0.0)) for letter, name, _ in WORK]
     work[-1] = ("f", work[-1][1] + other)
     bar = size.width - 9
+    scale, unit = (1.0, "s ") if time.step_s >= SECONDS_FROM else (1e3, "ms")
     rows: list[Line] = []
     if not size.compact:
         phases = [(letter, time.phases.get(name, 0.0)) for letter, name, _ in PHASES]
         rest = sum(time.phases.values()) - sum(s for _, s in phases)
         phases[-1] = ("f", phases[-1][1] + max(0.0, rest))
-        rows.append([Span("STEP", "head"), dim(" ms  "), *stacked(phases, bar, time.step_s, "p-")])
-        rows += legend(_milliseconds(phases), _words(PHASES), "p-", size.width, 1, 9, False)
-    head = [Span("STEP", "head"), dim(" ms  ")] if size.compact else [dim("   work  ")]
+        rows.append([Span("STEP", "head"), dim(f" {unit}  "), *stacked(phases, bar, time.step_s, "p-")])
+        rows += legend(_scaled(phases, scale, SHOWN_SHARE), _words(PHASES), "p-", size.width, 1, 9, False)
+    head = [Span("STEP", "head"), dim(f" {unit}  ")] if size.compact else [dim("   work  ")]
     rows.append([*head, *stacked(work, bar, time.step_s, "t-")])
-    below = legend(_milliseconds(work), _words(WORK), "t-", size.width, 1 if size.compact else 2, 0 if size.compact else 9, size.compact)
+    below = legend(_scaled(work, scale, SHOWN_SHARE * (3 if size.compact else 1)), _words(WORK), "t-", size.width, 1 if size.compact else 2, 0 if size.compact else 9, size.compact)
     return [*rows, *below, *([[]] if not size.compact and len(below) == 1 else [])]
 
 
-def _milliseconds(parts: Parts) -> Parts:
-    return [(letter, 1e3 * seconds) for letter, seconds in parts if seconds]
+def _scaled(parts: Parts, scale: float, least: float) -> Parts:
+    """In the unit of the bar; what no bar could show is left out."""
+    whole = sum(seconds for _, seconds in parts)
+    return [(letter, scale * seconds) for letter, seconds in parts if seconds > least * whole]
 
 
 def _words(table: Sequence[tuple[str, str, str]]) -> dict[str, str]:
@@ -328,7 +341,7 @@ def _few(fall: Waterfall, rows: int) -> list[Bar]:
 
 def bound(state: State, proposals: Proposals | None, size: Size) -> list[Line]:
     """What bounds the step, the change that would help most (two rows, whatever it is), and what the figures rest on."""
-    rows: list[Line] = [line(Span("BOUND BY ", "head"), bold(state.report.bound_by or "not known"))]
+    rows: list[Line] = [line(Span("BOUND BY ", "head"), bold(_bound_words(state.report, size)))]
     if state.problem:
         rows += [[dim("figures of the last valid run")], []]
     elif proposals is None:
@@ -349,3 +362,10 @@ def bound(state: State, proposals: Proposals | None, size: Size) -> list[Line]:
         others = len(state.report.notes) - 1
         rows += wrapped(f"note  {state.report.notes[0]}{f'  (i: {others} more)' if others else ''}", size.width, 2, "warn")
     return rows
+
+
+def _bound_words(report: StepReport, size: Size) -> str:
+    """What bounds the step; a remark in the middle gives way to the share at the end."""
+    words = report.bound_by or "not known"
+    head, _, tail = words.rpartition(" (")
+    return f"{head.partition(' (')[0]} ({tail}" if len(words) > size.width - 9 and head else words
