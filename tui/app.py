@@ -4,6 +4,7 @@ A key changes the state and paints at once: nothing on that path posts a message
 """
 
 import gc
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -18,22 +19,20 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher
 
-from costmodel.catalog import accelerator_entry, list_models
 from costmodel.changes import Keep
 from costmodel.cli.files import read_run_file, write_whole
 from costmodel.cli.guard import InputError, plain
-from costmodel.cli.options import toml_scalar
 from costmodel.prediction import predict
 from costmodel.render.prediction import title
 from costmodel.render.units import duration, share
 from costmodel.render.words import moment
 from costmodel.spec import PlanError
-from costmodel.spec.sizing import parse_count
 from tui.canvas import Canvas
+from tui.choices import choices, field_change, read_value
 from tui.dialogs import Ask, Check, Choice, Paper, Picker
-from tui.fields import BY_PATH, FIELDS, Field, shown
+from tui.fields import BY_PATH, FIELDS, Field
 from tui.form import Form
-from tui.keys import FORM_KEYS, KEYS, LINE, VIEWS
+from tui.keys import KEYS, LINE, VIEWS
 from tui.leave import as_toml, command_line
 from tui.lines import Line, Span, bold, dim, length, line, wrapped
 from tui.panes import pane_class
@@ -45,9 +44,12 @@ from tui.state import State, attempt, dismissed, opened, stepped, undone
 from tui.tour import STOPS, Figures
 from tui.views.explore import gib, held, said
 from tui.views.guide import panel
+from tui.views.help import help_page
 
 REST_S, YIELD_S = 0.25, 0.0005
 """Seconds for which a state rests before advice is sought; and for which the search pauses before each prediction, so that keys get through."""
+SWITCH_S = 0.001
+"""How soon a thread that searches hands over to one that paints."""
 NARROW = 100
 """Columns below which the form is narrow, and hidden in the views that need the width."""
 
@@ -100,6 +102,7 @@ class Explorer(App[None]):
     def on_mount(self) -> None:
         self.query_one(Form).focus()
         self.consider()
+        sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # what has been imported stays: no key should wait for a collector that looks at it
 
     def on_resize(self, event: events.Resize) -> None:
@@ -471,48 +474,3 @@ class Explorer(App[None]):
         after = attempt(before, stop.then)
         self.said = stop.answer(Figures(before.run, before.report), Figures(after.run, after.report))
         self.become(after)
-
-
-def help_page(width: int) -> list[Line]:
-    """The keys, and how to read the bars."""
-    rows = [("", key.shown, key.does) for key in KEYS]
-    out: list[Line] = []
-    for _, key, does in [*(("", k, d) for k, d in FORM_KEYS), *rows]:
-        first, *rest = wrapped(does, width - 12, 3)
-        out.append([Span(f"{key:<11} ", "accent bold"), *first])
-        out += [[Span(" " * 12), *row] for row in rest]
-    out += [[], [Span("Bars", "head")]]
-    text = ("A part of a bar begins with its letter. Memory: P parameters, G gradients, M master weights, O optimizer, A activations, C communication "
-            "buffers, T temporaries, F framework, S the allocator pool's slack, X context and NCCL; ░ is free, │ the capacity, » goes on. Work: M matmul, "
-            "A attention, E memory-bound, R recompute, t d r p waiting for tp, shard, replica and pipeline communication, k contention, h host, · bubble, "
-            "O optimizer, s stragglers, f fixed. In the form = is derived, ! is wrong, ◂ ▸ step.")
-    return [*out, *wrapped(text, width, 12)]
-
-
-def read_value(text: str) -> Any:
-    """What somebody typed: a number, a word, on or off."""
-    return {"on": True, "off": False}.get(text.lower(), toml_scalar(text))
-
-
-def field_change(field: Field, value: Any) -> dict[str, Any]:
-    """The change that sets a field; a count of parameters in the model's place asks for a shape."""
-    if field.path == "model":
-        try:
-            parse_count(str(value))
-            return {"params": str(value)}
-        except PlanError:
-            pass
-    return {field.path: value}
-
-
-def choices(field: Field, state: State) -> list[Choice]:
-    """The values of a field, with what the catalogue says of them."""
-    detail: dict[Any, str] = {}
-    values = list(field.values(state.run))
-    if field.path == "model":
-        detail = {entry.name: f"{entry.params / 1e9:,.2f} B  {entry.family}" for entry in list_models()}
-    elif field.path == "cluster.gpu":
-        for name in values:
-            entry = accelerator_entry(name)
-            detail[name] = f"{gib(entry.memory_bytes)} GiB  {entry.bf16_flops_per_s / 1e12:,.0f} TFLOP/s bf16  {entry.memory_bytes_per_s / 1e12:.2f} TB/s"
-    return [Choice(shown(value), detail.get(value, ""), value) for value in values]

@@ -31,8 +31,8 @@ KEYS: tuple[Key, ...] = (
     Key("question_mark", "?", "help", "help", "This page"),
     Key("q", "q", "quit", "quit", "Leave"),
 )
-LINE = ("open", "propose", "undo", "pin", "tour", "copy", "save", "help", "quit")
-"""Actions on the key line, most telling first; nine at 80 columns would be cut, so it drops those that do not fit."""
+LINE = ("propose", "undo", "pin", "tour", "help", "open", "copy", "save", "quit")
+"""Actions on the key line, the most telling first: a narrow screen drops the last ones."""
 FORM_KEYS: tuple[tuple[str, str], ...] = (
     ("↑ ↓", "choose a field"), ("← →", "the next value that there is a run for"), ("enter, /", "type a value or search the list"),
     ("home end", "first and last field"), ("1 … 6", "views"), ("tab", "between form and view"), ("esc", "drop a failed change, close the tour"),

@@ -112,7 +112,7 @@ def test_the_inspector_says_shape_bytes_and_cost() -> None:
     lanes = laid_out(state.run, state.report, None, 40)
     forward = next(s for s in lanes.timelines[0].spans if s.phase == "forward")
     from tui.views.timeline import Item
-    slices = lanes.slices(0, forward, True)
+    slices = lanes.slices(0, forward, True) or []
     matmul = next(s for s in slices if s.kind == "matmul")
     told = " ".join(text_of(row) for row in inspector(Item(matmul.start_s, matmul.end_s, "", "forward", matmul), state.run, 200))
     assert "TFLOP/s" in told and "[1024 x" in told
@@ -145,7 +145,7 @@ def test_timeline_keys_zoom_pan_pick_and_find_waits() -> None:
         assert pane.lane.stream == "dp_shard"
         assert "ranks" in text(app)
         await keys(pilot, "n")
-        assert pane.picked and pane.picked.label == "wait"
+        await settled(pilot, lambda: pane.picked is not None and pane.picked.label == "wait")
         await keys(pilot, "0")
         await pilot.click("#track", offset=(60, 1))
         await pilot.pause()
@@ -155,6 +155,18 @@ def test_timeline_keys_zoom_pan_pick_and_find_waits() -> None:
         await keys(pilot, "tab")
         assert app.query_one(Form).has_focus
     drive(script, given=SMALL)
+
+
+def test_what_is_not_laid_out_yet_is_drawn_as_spans_and_noted() -> None:
+    state = opened({**SMALL, "recipe": {"seq_len": 1024, "grad_accum": 8}})
+    lanes = laid_out(state.run, state.report, None, 40)
+    lanes.eager = False
+    whole = Window(0.0, lanes.step_s)
+    before = [item.label for item in items(lanes, Lane(0, COMPUTE), whole, 2000)]
+    assert {"F0", "B7"} <= set(before)
+    assert lanes.missing
+    lanes.lay_out(lanes.missing, lambda: True)
+    assert "L0" in [item.label for item in items(lanes, Lane(0, COMPUTE), whole, 2000)]
 
 
 def test_timeline_follows_a_change_and_shows_the_pipeline() -> None:

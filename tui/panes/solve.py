@@ -1,6 +1,5 @@
 """Solve as a widget: a search in a thread that yields to the keys, its progress, and a table whose rows can be applied."""
 
-import sys
 import time
 from dataclasses import replace
 from typing import ClassVar
@@ -18,8 +17,8 @@ from tui.panes.base import Pane
 from tui.state import State
 from tui.views.solve import COLUMNS, SEARCHES, Found, Searching, head, rows
 
-YIELD_S, SWITCH_S, TOLD_S = 0.001, 0.0005, 0.1
-"""Seconds: the pause of a search before each prediction; how soon a thread hands over while one runs; between two signs of progress."""
+YIELD_S, TOLD_S = 0.001, 0.1
+"""Seconds: the pause of a search before each prediction, and between two signs of progress."""
 
 
 class Solve(Pane):
@@ -86,14 +85,10 @@ class Solve(Pane):
             return self.running == me
 
         def work() -> None:
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(SWITCH_S)
             try:
                 answer: Solution | Plans | str = search.start(state.run, state.profile, keep, watch)
             except PlanError as error:
                 answer = f"{error.rule} {error.fix}"
-            finally:
-                sys.setswitchinterval(before)
             app.call_from_thread(self.take, me, answer)
 
         self.run_worker(work, thread=True, group="solve", exit_on_error=False)

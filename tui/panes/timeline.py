@@ -16,7 +16,7 @@ from tui.panes.base import Pane
 from tui.state import State
 from tui.views.explore import folded, held
 from tui.views.pipeline import Window, pipeline_map
-from tui.views.timeline import LABEL, Item, Lane, Lanes, exposed, inspector, items, lane_line, lanes_of, ruler
+from tui.views.timeline import LABEL, Item, Lane, Lanes, inspector, items, lane_line, lanes_of, ruler
 
 NEAREST_S = 1e-6
 """The narrowest window."""
@@ -109,6 +109,7 @@ class Timeline(Pane):
                 if self.run is not state.run:
                     return
                 items(lanes, lane, Window(0.0, lanes.step_s), width)
+            lanes.eager = False
             app.call_from_thread(self.take, state.run, lanes)
 
         self.run_worker(work, thread=True, group="timeline", exclusive=True, exit_on_error=False)
@@ -144,10 +145,25 @@ class Timeline(Pane):
             here = lane == self.lane
             rows.append(lane_line(lanes, lane, self.window, self.width, here, self.picked if here else None))
         track.show(rows)
+        self._lay_out(lanes)
         below = self.query_one("#inspector", Canvas)
         below.show(inspector(self.picked, lanes.run, below.size.width))
         chart = self.query_one("#map", Canvas)
         chart.show(pipeline_map(lanes.run, self.window, lanes.step_s, chart.size.width, chart.size.height))
+
+    def _lay_out(self, lanes: Lanes) -> None:
+        """What the drawing missed is laid out in a thread, and drawn then."""
+        wanted, lanes.missing = lanes.missing, []
+        if not wanted:
+            return
+        window = self.window
+
+        def work() -> None:
+            lanes.lay_out(wanted, lambda: self.lanes is lanes and self.window == window)
+            if self.lanes is lanes and self.window == window:
+                self.app.call_from_thread(self.draw)
+
+        self.run_worker(work, thread=True, group="slices", exclusive=True, exit_on_error=False)
 
     def fit(self) -> None:
         if self.lanes is not None:
@@ -228,25 +244,27 @@ class Timeline(Pane):
 
     def next_wait(self) -> None:
         """The next time that compute stands still, beyond the picked slice."""
-        if self.lanes is None:
+        lanes = self.lanes
+        if lanes is None:
             return
-        after = self.picked.end if self.picked else self.window.start - 1.0
-        waits = exposed(self.lanes, self.lane.at, Window(0.0, self.lanes.step_s), 10**6)
-        found = next(((a, b) for a, b in sorted(waits) if a >= after and b - a > NEAREST_S), None)
+        at, after = self.lane.at, self.picked.end if self.picked else self.window.start
+
+        def work() -> None:
+            found = lanes.next_wait(at, after, NEAREST_S)
+            if self.lanes is lanes:
+                self.app.call_from_thread(self.show_wait, at, found)
+
+        self.run_worker(work, thread=True, group="wait", exclusive=True, exit_on_error=False)
+
+    def show_wait(self, at: int, found: Slice | None) -> None:
         if found is None:
             self.app.notify("Compute waits no more after this.")
             return
-        self.lane = Lane(self.lane.at, COMPUTE)
-        start, end = found
-        span = min(self.window.span, max(40 * (end - start), NEAREST_S))
-        self.picked = Item(start, end, "wait", "", _wait(self.lanes, self.lane.at, start))
+        self.lane = Lane(at, COMPUTE)
+        start, end = found.start_s, found.end_s
+        self.picked = Item(start, end, "wait", "", found)
+        span = min(self.window.span, 40 * (end - start))
         self._look((start + end) / 2 - span / 2, span)
-
-
-def _wait(lanes: Lanes, at: int, start: float) -> Slice:
-    """The slice of a wait that begins then."""
-    return next(s for span in lanes.visible(at, Window(start, start + NEAREST_S)) for s in lanes.slices(at, span, False)
-                if s.kind == "wait" and s.start_s == start)
 
 
 def laid_out(run: Run, report: StepReport, profile: str | None, rows: int) -> Lanes:

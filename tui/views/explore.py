@@ -243,7 +243,8 @@ def step(time: TimeReport, size: Size) -> list[Line]:
         rows += legend(_scaled(phases, scale, SHOWN_SHARE), _words(PHASES), "p-", size.width, 1, 9, False)
     head = [Span("STEP", "head"), dim(f" {unit}  ")] if size.compact else [dim("   work  ")]
     rows.append([*head, *stacked(work, bar, time.step_s, "t-")])
-    below = legend(_scaled(work, scale, SHOWN_SHARE * (3 if size.compact else 1)), _words(WORK), "t-", size.width, 1 if size.compact else 2, 0 if size.compact else 9, size.compact)
+    least = SHOWN_SHARE * (3 if size.compact else 1)
+    below = legend(_scaled(work, scale, least), _words(WORK), "t-", size.width, 1 if size.compact else 2, 0 if size.compact else 9, size.compact)
     return [*rows, *below, *([[]] if not size.compact and len(below) == 1 else [])]
 
 

@@ -25,7 +25,7 @@ class Search(NamedTuple):
 
 
 SEARCHES: tuple[Search, ...] = (
-    Search("every plan", "all ways to spread the global batch over these GPUs, fastest first",
+    Search("every plan", "every way to spread the batch over these GPUs",
            lambda run, profile, keep, watch: plans(run, profile, watch=watch)),
     Search("largest micro-batch", "the largest that fits, all else as it is",
            lambda run, profile, keep, watch: largest(run, "micro_batch", profile, keep=keep, watch=watch)),

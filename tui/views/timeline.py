@@ -4,7 +4,7 @@ A step has up to millions of slices. Of each span (a micro-batch's forward or ba
 are a few cells long: spans, units (layers), single ops. Collectives and host work shorter than that become a density.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -55,16 +55,42 @@ class Lanes:
     """Streams of communication that carry something."""
     step_s: float
     seen: dict[tuple[int, int, bool], tuple[float, list[Slice]]] = field(default_factory=dict)
+    eager: bool = True
+    """Lay slices out when they are asked for, however long that takes; else note them as missing."""
+    missing: list[tuple[int, Span, bool]] = field(default_factory=list)
 
-    def slices(self, at: int, span: Span, ops: bool) -> list[Slice]:
-        """Slices of a span; those of an equal slot of a pipeline are the same, moved."""
+    def slices(self, at: int, span: Span, ops: bool) -> list[Slice] | None:
+        """Slices of a span; those of an equal slot of a pipeline are the same, moved. None where they are still to be laid out."""
         moves = span.origin_s > 0.0
         key = (at, id(span.part) if moves else id(span), ops)
-        if key not in self.seen:
-            self.seen[key] = span.origin_s, self.timelines[at].slices(span, ops=ops)
-        origin, found = self.seen[key]
+        known = self.seen.get(key)
+        if known is None:
+            if not self.eager:
+                self.missing.append((at, span, ops))
+                return None
+            known = self.seen[key] = span.origin_s, self.timelines[at].slices(span, ops=ops)
+        origin, found = known
         by = span.origin_s - origin
         return [s.__class__(s.stream, s.start_s + by, s.end_s + by, s.name, s.phase, s.kind, s.op, s.exposed_s) for s in found] if by else found
+
+    def lay_out(self, wanted: Sequence[tuple[int, Span, bool]], go_on: Callable[[], bool]) -> None:
+        """Lay out slices that a drawing missed; for a thread."""
+        for at, span, ops in wanted:
+            if not go_on():
+                return
+            key = (at, id(span.part) if span.origin_s > 0.0 else id(span), ops)
+            if key not in self.seen:
+                self.seen[key] = span.origin_s, self.timelines[at].slices(span, ops=ops)
+
+    def next_wait(self, at: int, after: float, least_s: float) -> Slice | None:
+        """The first time from `after` on that compute stands still for so long; for a thread."""
+        for span in self.timelines[at].spans:
+            if span.end_s > after:
+                self.lay_out([(at, span, False)], lambda: True)
+                waits = [s for s in self.slices(at, span, False) or () if s.kind == "wait" and s.start_s >= after and s.end_s - s.start_s > least_s]
+                if waits:
+                    return min(waits, key=lambda s: s.start_s)
+        return None
 
     def visible(self, at: int, window: Window) -> list[Span]:
         return [s for s in self.timelines[at].spans if s.end_s > window.start and s.start_s < window.end and s.end_s > s.start_s]
@@ -98,13 +124,15 @@ def _level(lanes: Lanes, lane: Lane, span: Span, cells: float) -> tuple[Level, l
     if cells < (8 if lane.stream == COMPUTE else 3):
         return "span", []
     units = lanes.slices(lane.at, span, False)
+    if units is None:
+        return "span", []
     if lane.stream not in (COMPUTE, HOST):
         return "unit", units
     n = sum(1 for s in units if s.stream == COMPUTE and s.kind == "unit")
     if cells / max(1, n) >= CELLS["op"] * 8:
-        ops = lanes.slices(lane.at, span, True)
+        ops = lanes.slices(lane.at, span, True) or []
         n_ops = sum(1 for s in ops if s.stream == COMPUTE and s.kind != "wait")
-        if cells / max(1, n_ops) >= CELLS["op"]:
+        if n_ops and cells / n_ops >= CELLS["op"]:
             return "op", ops
     if cells / max(1, n) >= CELLS["unit"] or lane.stream == HOST:
         return "unit", units
@@ -114,7 +142,7 @@ def _level(lanes: Lanes, lane: Lane, span: Span, cells: float) -> tuple[Level, l
 def exposed(lanes: Lanes, at: int, window: Window, width: int) -> list[tuple[float, float]]:
     """When compute stands still, in the spans that are long enough to look into."""
     return [(s.start_s, s.end_s) for span in lanes.visible(at, window) if (span.end_s - span.start_s) / window.span * width >= 8
-            for s in lanes.slices(at, span, False) if s.kind == "wait" and s.end_s > window.start and s.start_s < window.end]
+            for s in lanes.slices(at, span, False) or () if s.kind == "wait" and s.end_s > window.start and s.start_s < window.end]
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------------
