@@ -33,9 +33,9 @@ def choices(field: Field, state: State) -> list[Choice]:
     detail: dict[Any, str] = {}
     values = list(field.values(state.run))
     if field.path == "model":
-        detail = {entry.name: f"{entry.params / 1e9:,.2f} B  {entry.family}" for entry in list_models()}
+        detail = {entry.name: f"{entry.params / 1e9:>8,.2f} B  {entry.family}" for entry in list_models()}
     elif field.path == "cluster.gpu":
         for name in values:
             entry = accelerator_entry(name)
-            detail[name] = f"{gib(entry.memory_bytes)} GiB  {entry.bf16_flops_per_s / 1e12:,.0f} TFLOP/s bf16  {entry.memory_bytes_per_s / 1e12:.2f} TB/s"
+            detail[name] = f"{gib(entry.memory_bytes):>6} GiB  {entry.bf16_flops_per_s / 1e12:>5,.0f} TFLOP/s bf16  {entry.memory_bytes_per_s / 1e12:.2f} TB/s"
     return [Choice(shown(value), detail.get(value, ""), value) for value in values]

@@ -131,10 +131,9 @@ class Paper(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box"):
-            yield Static(self.heading, classes="title", markup=False)
+            yield Static(f"{self.heading}   (esc back, ↑ ↓ scroll)", classes="title", markup=False)
             with VerticalScroll():
                 yield Canvas(id="page", auto=True)
-            yield Static("esc back", classes="hint", markup=False)
 
     def on_mount(self) -> None:
-        self.query_one("#page", Canvas).show(self.page(min(self.wide, self.app.size.width - 8)))
+        self.query_one("#page", Canvas).show(self.page(min(self.wide, self.app.size.width - 10)))

@@ -37,3 +37,7 @@ FORM_KEYS: tuple[tuple[str, str], ...] = (
     ("↑ ↓", "choose a field"), ("← →", "the next value that there is a run for"), ("enter, /", "type a value or search the list"),
     ("home end", "first and last field"), ("1 … 6", "views"), ("tab", "between form and view"), ("esc", "drop a failed change, close the tour"),
     ("ctrl+p", "command palette: every action and field by name, themes"))
+VIEW_KEYS: tuple[tuple[str, str], ...] = (
+    ("+ - 0", "Timeline: zoom in, out, the whole step"), ("← → ↑ ↓", "Timeline: pick a slice, another stream"),
+    ("shift+← →", "Timeline: pan"), ("n", "Timeline: the next time that compute waits; Explain: the next section"),
+    ("x m", "Compare: the field of the curve, its figure"), ("g c", "Solve, Measured: start, stop"), ("r", "Open a record and lay it beside its prediction"))

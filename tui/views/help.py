@@ -1,15 +1,14 @@
 """The page of keys, and how to read the bars."""
 
-from tui.keys import FORM_KEYS, KEYS
+from tui.keys import FORM_KEYS, KEYS, VIEW_KEYS
 from tui.lines import Line, Span, wrapped
 
 
 def help_page(width: int) -> list[Line]:
     """The keys, and how to read the bars."""
-    rows = [("", key.shown, key.does) for key in KEYS]
     out: list[Line] = []
-    for _, key, does in [*(("", k, d) for k, d in FORM_KEYS), *rows]:
-        first, *rest = wrapped(does, width - 12, 3)
+    for key, does in (*FORM_KEYS, *((key.shown, key.does) for key in KEYS), *VIEW_KEYS):
+        first, *rest = wrapped(does[:1].upper() + does[1:], width - 12, 3)
         out.append([Span(f"{key:<11} ", "accent bold"), *first])
         out += [[Span(" " * 12), *row] for row in rest]
     out += [[], [Span("Bars", "head")]]
