@@ -5,18 +5,21 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from calibrate.evidence import CollectiveEvidence, Evidence, KernelEvidence, Point
 from calibrate.probe.record import probe_run
 from costmodel import catalog
-from costmodel.catalog.profiles import Constant, Profile, load_profile
+from costmodel.catalog.profiles import Profile, load_profile
+from costmodel.cost.compute import compute_costs
 from costmodel.cost.network import Group, group_of
 from costmodel.program.ir import Op
 from costmodel.spec import Cluster
 
 TABLES = Path(__file__).parent / "published" / "kernels.toml"
-GAIN = Constant(1.0, "ratio", 0.15, "matrix multiplications alone over those in a training step", "assumed")
+LARGE = 4096
+"""Side of a square that fills the device."""
 NOISE = {"matmul": 0.1, "attention": 0.1, "collective": 0.1}
 
 
@@ -45,17 +48,17 @@ def _point(kind: str, name: str, seconds: float, accelerator: str) -> Point:
 
 
 def _matmul(table: dict[str, Any], base: str | None) -> KernelEvidence:
-    """Square matrices. Their rate is a burst's: its ratio to the sustained rate is fitted beside the constants and thrown away."""
+    """Square matrices: what their size costs. A GPU that runs one kernel for a moment draws less power and is faster than in a training
+    step, so times are taken relative to those of the table's own large squares."""
     accelerator, dtype = table["accelerator"], table["dtype"]
     cluster, profile = _machine(accelerator, 1, base)
-    gain = f"gain.{accelerator}"
-    profile = profile.replace({gain: GAIN._replace(place="tables.matmul")})
-    ops, points = [], []
-    for n, tflops in zip(table["sides"], table["tflops"], strict=True):
-        flops = 2.0 * n**3
-        ops.append(Op("square", "matmul", flops, 6.0 * n * n, (1, n, n, n), dtype))
-        points.append(_point("matmul", f"square {n}", flops / (tflops * 1e12), accelerator))
-    return KernelEvidence(cluster.accelerator, probe_run(cluster).recipe, profile, tuple(points), tuple(ops), gain)
+    recipe = probe_run(cluster).recipe
+    costs = compute_costs(cluster.accelerator, profile, recipe)
+    ops = tuple(Op("square", "matmul", 2.0 * n**3, 6.0 * n * n, (1, n, n, n), dtype) for n in table["sides"])
+    seconds = [op.flops / (tflops * 1e12) for op, tflops in zip(ops, table["tflops"], strict=True)]
+    large = [costs.op_s(op) / s for op, s in zip(ops, seconds, strict=True) if op.dims[1] >= LARGE]
+    points = tuple(_point("matmul", f"square {op.dims[1]}", s * median(large), accelerator) for op, s in zip(ops, seconds, strict=True))
+    return KernelEvidence(cluster.accelerator, recipe, profile, points, ops)
 
 
 def _attention(table: dict[str, Any], base: str | None) -> KernelEvidence:

@@ -3,7 +3,7 @@
     python -m benchmarks.profiles            # fit, and say what would change (some minutes)
     python -m benchmarks.profiles --write    # and write costmodel/catalog/data/profiles and published/fitted.json
 
-Two fits, the second on the constants of the first: attention rates and link curves from tables of kernels and collectives alone; then
+Two fits, the second on the constants of the first: attention rates, link curves and what small matrices cost from tables of kernels and collectives alone; then
 sustained rates, host times and the fixed time of a step from training runs. The prior of every constant that may change is in
 published/priors.toml, as it was set by hand from the sources named there, so the same measurements give the same files.
 
@@ -31,7 +31,7 @@ from benchmarks.accuracy.score import load_records
 from benchmarks.kernels import kernel_evidence
 from calibrate.crossvalidation import By, Held, by_source, coverage, error_of, hold_out
 from calibrate.evidence import Evidence, Point
-from calibrate.fit import Fit, Parameter, candidates, fit
+from calibrate.fit import Fit, Model, Parameter, candidates, fit_model
 from calibrate.profiles import fitted_constants, inline, profile_text, rounded, time_scatter
 from calibrate.report import SPLITS, percent
 from costmodel.catalog.profiles import DATA, Constant, file_constants
@@ -53,7 +53,8 @@ class Stage:
     by: By
 
 
-TABLES = Stage("tables of kernels and collectives", ("attention.", "link."), ("hardware.", "links.nvlink", "links.pcie"), "twin")
+TABLES = Stage("tables of kernels and collectives", ("matmul.k_half", "matmul.small_tile_factor", "attention.", "link."),
+               ("hardware.", "links.nvlink", "links.pcie"), "twin")
 RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "bandwidth.share", "host.eager.", "host.collective_s", "step.fixed_s",
                                "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model")
 
@@ -61,15 +62,12 @@ RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share
 def stage_fit(stage: Stage, evidence: Sequence[Evidence], say: Callable[[str], None]) -> tuple[Fit, dict[By, Held]]:
     """(fit, what it predicts of figures left out). Places that did not are held, and the rest is fitted again."""
     measured = [item for item in evidence if not item.profile.guess]
-    refused: set[str] = set()
-
-    def wanted(place: str, key: str) -> bool:
-        return place not in refused and (key.startswith("gain.") or key.startswith(stage.keys) and place.startswith(stage.rooms))
-
+    model = Model(measured, candidates(measured, lambda place, key: key.startswith(stage.keys) and place.startswith(stage.rooms)))
+    refused: frozenset[str] = frozenset()
     while True:
-        found = fit(measured, candidates(measured, wanted))
+        found = fit_model(model, held=refused)
         left = hold_out(found, stage.by)
-        worse = {place for place, (before, after) in by_place(found, left).items() if after >= before} - {"tables.matmul"}
+        worse = {place for place, (before, after) in by_place(found, left).items() if after >= before}
         say(f"{stage.name}: {len(found.determined)} constants determined; no gain for {', '.join(sorted(worse)) or 'none'}")
         if not worse:
             return found, {stage.by: left}
@@ -119,7 +117,7 @@ def write_shipped(constants: Iterable[tuple[str, Constant]]) -> list[Path]:
 
 def shipped_constants(found: Fit) -> list[tuple[str, Constant]]:
     """What a fit gives to the shipped files: determined constants, each with the sources that say most of it."""
-    chosen = [(key, c) for key, c in fitted_constants(found, date=DATE, versions="") if c.basis == "fitted" and not c.place.startswith("tables.")]
+    chosen = [(key, c) for key, c in fitted_constants(found, date=DATE, versions="") if c.basis == "fitted"]
     return [(key, c._replace(source=f"{c.source}; prior {prior(key, c.place)}")) for key, c in chosen]
 
 
@@ -163,7 +161,7 @@ def scatter_of(found: Fit, held: Mapping[By, Held]) -> dict[str, float]:
 
 def priors_text(parameters: Iterable[Parameter]) -> str:
     """The file of priors, from the base of every constant that may change."""
-    constants = [(key, p.base) for p in parameters for key in p.keys if not p.place.startswith("tables.")]
+    constants = [(key, p.base) for p in parameters for key in p.keys]
     return profile_text("priors", constants, ("Constants before the fit of benchmarks/profiles.py, set by hand from the sources named.",))
 
 

@@ -115,17 +115,11 @@ class KernelEvidence:
     profile: Profile
     points: tuple[Point, ...]
     ops: tuple[Op, ...]
-    gain: str = ""
-    """Key of a ratio that belongs to these measurements and to nothing else: arithmetic is faster by it than in a training step, for a GPU
-    that runs one kernel for a moment draws less power."""
 
     def bears_on(self, key: str) -> bool:
-        return key.startswith(("matmul.", "attention.", "bandwidth.", "copy.")) or key == self.gain
+        return key.startswith(("matmul.", "attention.", "bandwidth.", "copy."))
 
     def log_predicted(self, profile: Profile) -> list[float]:
-        if self.gain:
-            faster = profile.value(self.gain)
-            profile = profile.replace({key: profile.value(key) * faster for key in profile.constants if key.endswith(".peak_share")})
         costs = compute_costs(self.accelerator, profile, self.recipe)
         return [math.log(costs.op_s(op)) for op in self.ops]
 

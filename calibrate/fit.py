@@ -123,6 +123,7 @@ class Model:
             start += len(item.points)
         self.measured = np.array([math.log(point.measured) for point in self.points])
         self._known: list[tuple[tuple[float, ...], list[float]] | None] = [None] * len(self.evidence)
+        self._derivatives: tuple[bytes, Array] | None = None
 
     def _profile(self, i: int, x: Array) -> Profile:
         moved = {key: self.parameters[j].base.value * math.exp(x[j]) for j in self.uses[i] if x[j] != 0.0 for key in self.parameters[j].keys}
@@ -142,17 +143,19 @@ class Model:
             out[self.rows[i]] = np.array(self._piece(i, x)) - self.measured[self.rows[i]]
         return out
 
-    def jacobian(self, x: Array, columns: Sequence[int] | None = None) -> Array:
-        """d log(predicted) / dx by forward differences, backward where x stands at its upper bound; columns left out are 0."""
+    def jacobian(self, x: Array) -> Array:
+        """d log(predicted) / dx by forward differences, backward where x stands at its upper bound."""
+        if self._derivatives is not None and self._derivatives[0] == x.tobytes():
+            return self._derivatives[1]
         out = np.zeros((len(self.points), len(self.parameters)))
-        chosen = set(range(len(self.parameters)) if columns is None else columns)
         for i, item in enumerate(self.evidence):
             here = np.array(self._piece(i, x))
-            for j in chosen.intersection(self.uses[i]):
+            for j in self.uses[i]:
                 step = STEP if x[j] + STEP <= self.parameters[j].high else -STEP
                 moved = x.copy()
                 moved[j] += step
                 out[self.rows[i], j] = (np.array(item.log_predicted(self._profile(i, moved))) - here) / step
+        self._derivatives = x.tobytes(), out
         return out
 
 
@@ -209,8 +212,12 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
     `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. Raises FitError where there
     are fewer independent configurations than constants to determine, or none.
     """
-    parameters = candidates(evidence) if parameters is None else tuple(parameters)
-    model = Model(evidence, parameters)
+    return fit_model(Model(evidence, candidates(evidence) if parameters is None else parameters), required=required)
+
+
+def fit_model(model: Model, *, held: frozenset[str] = frozenset(), required: Sequence[Parameter] = ()) -> Fit:
+    """`fit` on a model that is there already, without the constants of the places `held`."""
+    parameters = model.parameters
     twins = len({point.twin or point.name for point in model.points})
     if twins < 3:
         raise FitError(f"{twins} independent measurement{'s' if twins != 1 else ''}: a fit needs 3 or more. Give more records.")
@@ -223,7 +230,8 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
     before, sensitivity = model.residuals(base), model.jacobian(base)
     prior = np.array([p.prior for p in parameters])
     limit = min(twins, len(parameters))
-    free = informed(sensitivity * (prior / scales[:, None]), limit)
+    movable = np.array([p.place not in held for p in parameters])
+    free = informed(sensitivity * movable * (prior / scales[:, None]), limit)
     x, after, jacobian = base, before, sensitivity
     for _ in range(ROUNDS):
         x, after, jacobian = settle(model, free, x, after, jacobian, scales)
@@ -232,7 +240,8 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
         known = jacobian * (prior * np.sqrt(weights(after, scales))[:, None] / scales[:, None])
         kept = informed(known * np.isin(np.arange(len(parameters)), free), limit)
         x, free = np.where(np.isin(np.arange(len(parameters)), kept), x, 0.0), kept
-    x, after, jacobian = settle(model, free, x, model.residuals(x), jacobian, scales)
+    x, after, _ = settle(model, free, x, model.residuals(x), jacobian, scales)
+    jacobian = model.jacobian(x)
     scatter = spread_by_source(model.points, after)
     missing = [p.name for j, p in enumerate(parameters) if p in required and j not in free]
     if missing:
@@ -253,15 +262,18 @@ def informed(scaled: Array, limit: int) -> tuple[int, ...]:
 
 
 def settle(model: Model, free: Sequence[int], x: Array, residuals: Array, jacobian: Array, scales: Array) -> tuple[Array, Array, Array]:
-    """(x, residuals, derivatives) at the minimum for a given scatter, by Gauss-Newton steps."""
+    """(x, residuals, derivatives) at the minimum for a given scatter, by Gauss-Newton steps; derivatives are renewed where steps do not shrink."""
     prior = np.array([p.prior for p in model.parameters])
+    last = math.inf
     for _ in range(TURNS):
         moved = descend(model, free, x, residuals, jacobian, scales)
         far = float(np.max(np.abs(moved - x) / prior, initial=0.0))
         x, residuals = moved, model.residuals(moved)
         if far < SETTLED:
             break
-        jacobian = model.jacobian(x)
+        if far > last / 2:
+            jacobian = model.jacobian(x)
+        last = far
     return x, residuals, jacobian
 
 

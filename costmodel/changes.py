@@ -153,6 +153,9 @@ def _changed_cluster(cluster: Cluster, named: dict[str, Any], changes: Mapping[s
         return {**named, **changes}
     if changes.keys() - {"gpus"} and changes.keys() & {"gpu", "name", "nodes", "gpus_per_node"}:
         return {"gpus": cluster.gpus, **changes}
+    if "memory_bytes" in changes:
+        named = {**named, "accelerator": {**named["accelerator"], "memory_bytes": changes["memory_bytes"]}}
+        changes = {key: value for key, value in changes.items() if key != "memory_bytes"}
     gpus = changes.get("gpus", cluster.gpus)
     if not isinstance(gpus, int):
         return {**named, **changes}

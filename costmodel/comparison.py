@@ -152,7 +152,7 @@ def one_gpu(run: Run, profile: Profile | str | None = None) -> Predicted:
     if p.autocast or p.master or p.parameter == p.compute or p.compute == "tf32":
         return base
     recipe = alone.recipe.model_copy(update={"precision": p.model_copy(update={"autocast": True})})
-    casting = predict(alone.model_copy(update={"recipe": recipe}), constants, scaling=False)
+    casting = predict(alone.model_copy(update={"recipe": recipe}), constants, scaling=False, intervals=False)
     roles = tuple(replace(role, memory=other.memory) for role, other in zip(base.report.roles, casting.roles, strict=True))
     return replace(base, report=replace(base.report, roles=roles),
                    note="One GPU runs the kernels of the run; its memory is that of torch.autocast, which it would use without FSDP.")

@@ -177,22 +177,24 @@ def tensors_at_peak(program: RankProgram) -> dict[str, int]:
 
     Empty where the peak is not reached within MOST_BLOCKS blocks, or at rest.
     """
-    peak = memory_of(program).peak.total_bytes
-    total = sum(t.nbytes for t in program.persistent)
+    peak = memory_of(program).peak
+    held = dict.fromkeys(CATEGORIES, 0)
     live: dict[str, int] = {}
+
+    def add(tensors: tuple[Tensor, ...], sign: int) -> None:
+        for name, category, nbytes, _ in tensors:
+            held[category] += sign * nbytes
+            if category in ("activations", "temporaries"):
+                live[name] = live.get(name, 0) + sign * nbytes
+
+    add(program.persistent, 1)
     for part in (program.first_step, program.step):
         for i, block in enumerate(expand(part)):
             if i == MOST_BLOCKS:
                 return {}
             for op in block.ops:
-                for name, category, nbytes, _ in op.allocs:
-                    total += nbytes
-                    if category in ("activations", "temporaries"):
-                        live[name] = live.get(name, 0) + nbytes
-                if total == peak:
+                add(op.allocs, 1)
+                if op.name in peak.moment and all(held[c] == peak.by_category.get(c, 0) for c in CATEGORIES):
                     return dict(sorted(((name, n) for name, n in live.items() if n > 0), key=lambda item: -item[1]))
-                for name, category, nbytes, _ in op.frees:
-                    total -= nbytes
-                    if category in ("activations", "temporaries"):
-                        live[name] = live.get(name, 0) - nbytes
+                add(op.frees, -1)
     return {}

@@ -54,11 +54,11 @@ def time_log_sd(run: Run, program: Program, profile: Profile, time: TimeReport) 
         return math.hypot(*(profile.constants[key].log_sd for key in keys if key in profile.constants))
 
     def moved(keys: list[str], spread: float, direction: float) -> float:
-        """d log(step) / d log(duration) of what these constants scale."""
+        """d log(step) / d log(constant), over one standard deviation."""
         if spread <= 0.0:
             spread = SMALL
-        slower = profile.replace({key: profile.value(key) * math.exp(direction * spread) for key in keys})
-        return math.log(step_seconds(run, program, slower) / step) / spread
+        other = profile.replace({key: profile.value(key) * math.exp(direction * spread) for key in keys})
+        return math.log(step_seconds(run, program, other) / step) / spread * direction
 
     step = time.step_s - time.breakdown.get("slow rank", 0.0)
     share = {name: seconds / step for name, seconds in time.breakdown.items()}
@@ -67,14 +67,15 @@ def time_log_sd(run: Run, program: Program, profile: Profile, time: TimeReport) 
     kernels = 1.0 - share.get("fixed", 0.0)
     if (time.host_s or 0.0) > HOST_MATTERS * step:
         launch = "host.eager.forward_s" if not run.recipe.compile else "host.graph.kernel_s" if run.recipe.cuda_graphs else "host.compile.op_s"
-        host = sd("host.multiplier", launch)
-        spreads.append((moved(["host.multiplier"], host, 1.0), host))
+        back = "host.eager.backward_s" if not run.recipe.compile else launch
+        host = math.hypot(sd("host.multiplier"), HALF * sd(launch), HALF * sd(back))
+        spreads.append(((moved(["host.multiplier"], host, 1.0) + moved(["host.multiplier"], host, -1.0)) / 2, host))
         kernels -= spreads[-1][0]
     if run.cluster.gpus > 1 and time.communication_s:
         links = [f"link.{kind}.share" for kind in dict.fromkeys(level.kind for level in run.cluster.levels)]
         slower = sd("tp.compile_factor" if run.recipe.compile else "tp.eager_factor") if run.plan.tp > 1 else 0.0
         network = math.hypot(max((sd(key) for key in links), default=0.0), slower)
-        spreads.append((moved(links, network, -1.0), network))
+        spreads.append((-moved(links, network, -1.0), network))
         kernels -= spreads[-1][0]
     spreads += _kernels(run, profile, share, kernels)
     return math.sqrt(sum((sensitivity * spread) ** 2 for sensitivity, spread in spreads))
@@ -82,6 +83,8 @@ def time_log_sd(run: Run, program: Program, profile: Profile, time: TimeReport) 
 
 HOST_MATTERS = 0.2
 """Share of the step's time that the host must be busy for its uncertainty to be looked at."""
+HALF = 0.5
+"""Of the host's launches are in forward, and as many in backward: either may be off without the other."""
 SMALL = 1e-3
 """Step of a derivative where a constant is taken as certain."""
 

@@ -1,9 +1,11 @@
-"""Write what the pages take from the code: the field tables of docs/run.md and docs/report.md, the outputs of README.md and docs/questions.md.
+"""Write what the pages take from the code: the tables of docs/run.md, docs/report.md and docs/support.md, the outputs of README.md, docs/explain.md
+and docs/questions.md.
 
     python docs/generate.py
 
 A table stands between `<!-- table: Name -->` and `<!-- end -->`, a command's output between `<!-- output: arguments -->` and
-`<!-- end -->`; the text around them is written by hand. A test holds that the files are what this writes.
+`<!-- end -->`, what support_table.py says between `<!-- support: name -->` and `<!-- end -->`; the text around them is written by hand. A test
+holds that the files are what this writes.
 
 `<!-- output: arguments :: VERDICT :: MEMORY > A, activations -->` shows parts of a long output: the paragraphs that begin with these words, and of MEMORY
 only its first line and the lines that begin with `A` or `activations`.
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 MEANINGS = {
     "Model.name": "Name, for people.", "Model.layers": "Transformer layers.", "Model.hidden": "Width of the residual stream.",
@@ -224,10 +226,14 @@ def filled(text: str) -> str:
     """A page with its tables and outputs as the code has them now."""
     known = types()
     text = re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table(known[m[2]])}\n{m[3]}", text, flags=re.DOTALL)
+    if "<!-- support: " in text:
+        from support_table import tables
+        found = dict(tables())
+        text = re.sub(r"(<!-- support: (\w+) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{found[m[2]]}\n{m[3]}", text, flags=re.DOTALL)
     return re.sub(r"(<!-- output: (.*?) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{output(m[2])}\n{m[3]}", text, flags=re.DOTALL)
 
 
-PAGES = ("docs/run.md", "docs/report.md", "docs/explain.md", "docs/questions.md", "README.md")
+PAGES = ("docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md")
 
 if __name__ == "__main__":
     for page in PAGES:

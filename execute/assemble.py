@@ -29,6 +29,8 @@ def assemble(run: Run, device: str, seed: int = 0) -> Prepared:
 def outline(run: Run, device_type: str = "cpu", *, real: bool = False, around: Around = nullcontext) -> Transformer | Stages:
     """The model without storage, spread for a kind of device."""
     model = build(run, "meta", real=real, around=around)
+    if real and run.recipe.compile:
+        compile_layers(model)
     strategy(run).shard(run, model, device_type)
     return model
 
@@ -55,6 +57,13 @@ def build(run: Run, device: str, *, real: bool = False, around: Around = nullcon
     context = Context(run.model, run.recipe, run.plan.checkpointing, table, around)
     with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
         return Stages(run, context) if run.plan.pp > 1 else Transformer(context)
+
+
+def compile_layers(model: Transformer | Stages) -> None:
+    """torch.compile, layer by layer: what a layer does, inside the hooks that a strategy puts around it."""
+    for stage in model.stages if isinstance(model, Stages) else [model]:
+        for layer in stage.layers:
+            layer.forward = torch.compile(layer.forward)
 
 
 @contextmanager

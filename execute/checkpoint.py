@@ -26,7 +26,8 @@ def layer_groups(checkpointing: Checkpointing, layers: int) -> list[tuple[range,
 
 def checkpoint(function: Callable[..., Any], *args: Any, around: Around = nullcontext, keep_rng: bool = False) -> Any:
     """torch.utils.checkpoint, non-reentrant: keep the inputs, run `function` again when backward needs what it saved."""
-    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keep_rng, context_fn=lambda: (nullcontext(), around()))
+    marked: dict[str, Any] = {} if around is nullcontext else {"context_fn": lambda: (nullcontext(), around())}  # torch.compile takes no context_fn
+    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keep_rng, **marked)
 
 
 class _Both:

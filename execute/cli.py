@@ -8,7 +8,9 @@ import typer
 from costmodel.cli.guard import GuardedGroup, InputError
 from costmodel.cli.options import Given, SectionedCommand, takes_run
 from execute import require_torch_or_refuse
+from execute.run_command import run
 from execute.solo_command import solo
+from execute.validate_command import validate
 
 OUTSIDE_TOLERANCE = 4
 app = typer.Typer(name="execute", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
@@ -18,7 +20,7 @@ app = typer.Typer(name="execute", cls=GuardedGroup, rich_markup_mode=None, prett
 
 @app.callback()
 def _program() -> None:
-    """Exit codes: 0 done, 1 unexpected error, 2 bad input or no PyTorch, 3 out of memory, 4 the prediction is outside the tolerance, 5 a rank failed."""
+    """Exit codes: 0 done, 1 unexpected error, 2 bad input or no PyTorch, 3 out of memory, 4 outside the tolerance, 5 a rank failed, 6 timeout."""
 
 
 @app.command(cls=SectionedCommand)
@@ -54,3 +56,5 @@ def dryrun(
 
 
 app.command(cls=SectionedCommand)(solo)
+app.command(cls=SectionedCommand)(run)
+app.command(cls=SectionedCommand)(validate)

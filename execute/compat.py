@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
-from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -300,6 +298,8 @@ class QuietStage(PipelineStage):
 
 def assume_static(schedule: Any) -> None:
     """Let a pipeline's stages trust the metadata they were given: the vote on it reads values, which fake tensors do not have."""
+    from torch.distributed.pipelining._utils import InferenceMode  # not in every version, and nothing else needs it
+
     def warmup(stages: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
@@ -309,4 +309,5 @@ def assume_static(schedule: Any) -> None:
 
 def exchange(operations: list[dist.P2POp]) -> None:
     """Send and receive, and wait for it."""
+    from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
     _wait_batch_p2p(_batch_p2p(operations))

@@ -112,9 +112,6 @@ class Gpu:
     @contextmanager
     def settings(self, run: Run) -> Iterator[None]:
         r = run.recipe
-        if r.attention in ("fa1", "fa3"):
-            raise PlanError("recipe.attention", r.attention, "scaled_dot_product_attention has FlashAttention-2 and cuDNN's kernel.",
-                            "Use attention = fa2, cudnn or sdpa.")
         compat.allocator_settings(f"expandable_segments:{r.allocator == 'expandable'}")
         torch.cuda.set_device(self.index)
         torch.cuda.init()
@@ -166,6 +163,15 @@ def _matmul_precision(recipe: Recipe) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def performed_elsewhere(run: Run, device: Device) -> tuple[str, ...]:
+    """A note, where a run that describes a GPU was performed on a CPU, or the other way round."""
+    described, here = run.cluster.accelerator.kernel_table, "cpu" if device.name == "cpu" else "cuda"
+    if described == here:
+        return ()
+    return (f"The run describes {run.cluster.accelerator.name}, and was performed on a {'CPU' if here == 'cpu' else 'GPU'}: "
+            "kernels, and what they keep for backward, are those of the device it was performed on.",)
 
 
 def out_of_memory(error: BaseException, rank: int | None = None) -> Outcome | None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from costmodel.cli.guard import InputError
 from costmodel.inputs import Resolved
-from costmodel.records import EXIT_CODES, Outcome, Record, write_record
+from costmodel.records import Outcome, Record, write_record
 from costmodel.report import Provenance, StepReport
-
-FAILED = EXIT_CODES["failed"]
 
 
 def prepare_place(where: Path) -> None:

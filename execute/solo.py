@@ -7,25 +7,21 @@ CPU, where no allocator counts, the storage tracker watches the same steps once 
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from costmodel.report import MemoryReport, Peak, RoleReport, StepReport, TimeReport
 from costmodel.spec import Run
 from execute import compat
 from execute.assemble import assemble
+from execute.clock import Clock
 from execute.data import source_of
-from execute.device import Device
+from execute.device import Device, performed_elsewhere
 from execute.dryrun import observe_real
 from execute.dryrun import report as observed_report
-from execute.marks import Marks
 from execute.observe.profiling import profile_step
-from execute.observe.trace import FOLDED, read_trace
+from execute.observe.trace import read_trace
 from execute.optim import state_tensors
 from execute.stand_in import Others, stand_in_world
 from execute.strategies import Prepared
@@ -47,11 +43,11 @@ def solo(run: Run, device: Device, rank: int = 0, *, warmup: int = 3, steps: int
 
     Raises what a step raises: torch.OutOfMemoryError where the rank does not fit.
     """
-    check_supported(run)
+    check_supported(run, "solo")
     world = run.plan.world_size
     with device.settings(run):
         memory = None
-        if device.peaks() is None:
+        if device.peaks() is None and not run.recipe.compile:  # a compiled layer cannot be watched
             progress("two steps watched")
             with stand_in_world(world, rank):
                 memory = observed_report(observe_real(run, device.name), rank).roles[0].memory
@@ -71,20 +67,12 @@ def solo(run: Run, device: Device, rank: int = 0, *, warmup: int = 3, steps: int
             progress(f"{steps} timed steps")
             clock = _timed(job, device, warmup, steps)
             meter.phase_ended("steady step")
-            memory = memory or meter.report(run)
+            memory = memory or meter.report()
             progress("one step under the profiler")
-            time = clock.report(device, _profiled(job, device, warmup + steps, trace))
+            time = clock.report(_profiled(job, device, warmup + steps, trace))
     name = f"rank {rank}"
     role = RoleReport(name, world // run.plan.pp, rank, memory, time, None)
-    return Solo(StepReport("solo", (role,), world, run.tokens_per_step, notes=_notes(run, device)), clock.seconds(device))
-
-
-def _notes(run: Run, device: Device) -> tuple[str, ...]:
-    described, here = run.cluster.accelerator.kernel_table, "cpu" if device.name == "cpu" else "cuda"
-    if described == here:
-        return ()
-    return (f"The run describes {run.cluster.accelerator.name}, and was performed on a {'CPU' if here == 'cpu' else 'GPU'}: "
-            "kernels, and what they keep for backward, are those of the device it was performed on.",)
+    return Solo(StepReport("solo", (role,), world, run.tokens_per_step, notes=performed_elsewhere(run, device)), clock.seconds())
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------------
@@ -107,8 +95,10 @@ class _Meter:
             self.reserved = max(self.reserved, peaks.reserved - self.others.bytes)
             self.device.reset_peaks()
 
-    def report(self, run: Run) -> MemoryReport:
+    def report(self) -> MemoryReport | None:
         """Of the timed steps. By category only states are known: the allocator does not tell what a tensor is for."""
+        if not self.allocated:
+            return None
         used, capacity = self.device.used_bytes(), self.device.capacity_bytes()
         workspace = self.device.workspace_bytes() or 0
         phases = {name: Peak(size - (workspace if name != "init" else 0), name, {}) for name, size in self.allocated.items()}
@@ -144,51 +134,8 @@ def _bytes(tensors: Any, seen: set[int]) -> int:
 # -- time ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Clock:
-    """Points in time around each step and each of its phases (execute.marks.Marks)."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.steps: list[tuple[Any, Any]] = []
-        self.phases: list[tuple[str, Any, Any]] = []
-
-    @contextmanager
-    def phase_of(self, name: str) -> Iterator[None]:
-        start = self.device.now()
-        yield
-        self.phases.append((FOLDED.get(name, name), start, self.device.now()))
-
-    def forward(self, phase: str = "forward") -> Any:
-        return self.phase_of(phase)
-
-    def backward_ended(self) -> None:
-        return None
-
-    def time(self, step: Callable[[Marks], Tensor | None]) -> None:
-        start = self.device.now()
-        step(self)
-        self.steps.append((start, self.device.now()))
-
-    def seconds(self, device: Device) -> tuple[float, ...]:
-        return tuple(device.seconds(start, end) for start, end in self.steps)
-
-    def report(self, device: Device, profiled: TimeReport) -> TimeReport:
-        """The median step; its phases in the proportions of all timed steps; what computed, in those of the profiled step."""
-        samples = self.seconds(device)
-        step_s, whole = median(samples), sum(samples)
-        phases: dict[str, float] = {}
-        for name, start, end in self.phases:
-            phases[name] = phases.get(name, 0.0) + device.seconds(start, end) * step_s / whole
-        phases["other"] = step_s - sum(phases.values())
-        work = {kind: s for kind, s in profiled.breakdown.items() if kind != "idle"}
-        busy = sum(work.values())
-        scale = step_s / (profiled.step_s if device.name == "cpu" else max(step_s, busy))  # the profiler slows a CPU's operators, not a GPU's kernels
-        breakdown = {kind: s * scale for kind, s in work.items()}
-        return TimeReport(step_s, phases, {**breakdown, "idle": step_s - sum(breakdown.values())}, {}, {}, profiled.host_s)
-
-
-def _timed(job: Training, device: Device, first: int, steps: int) -> _Clock:
-    clock = _Clock(device)
+def _timed(job: Training, device: Device, first: int, steps: int) -> Clock:
+    clock = Clock(device)
     for step in range(first, first + steps):
         clock.time(make_ready(job, step))
     device.synchronize()

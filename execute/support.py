@@ -1,14 +1,42 @@
 """What a Run may ask of `execute` today; everything else is refused by name, never ignored."""
 
 from collections.abc import Iterator
+from itertools import chain
+from typing import Literal
 
 from costmodel.spec import PlanError, Run
 
+Mode = Literal["dryrun", "solo", "run"]
+"""On fake tensors; one rank on a real device; the real job under torchrun."""
 
-def check_supported(run: Run) -> None:
-    """Raise PlanError for the first feature of the run that `execute` does not perform."""
-    for error in _refusals(run):
+
+def check_supported(run: Run, mode: Mode = "dryrun") -> None:
+    """Raise PlanError for the first feature of the run that `execute` does not perform in a mode."""
+    for error in chain(_refusals(run), _fake(run) if mode == "dryrun" else _real(run), _watched(run) if mode == "run" else ()):
         raise error
+
+
+def _fake(run: Run) -> Iterator[PlanError]:
+    """What fake tensors cannot do."""
+    if run.recipe.compile:
+        yield PlanError("recipe.compile", True, "a dry run executes eagerly.", "Use compile = false, or execute solo on a GPU.")
+    if run.model.attention_pattern != "global" and run.cluster.accelerator.kernel_table == "cpu":
+        yield PlanError("model.attention_pattern", run.model.attention_pattern, "execute has no sliding window on a CPU.", "Use global.")
+
+
+def _real(run: Run) -> Iterator[PlanError]:
+    """What real tensors would compute otherwise than the run says."""
+    m, p, r = run.model, run.plan, run.recipe
+    if m.attention_pattern != "global":
+        yield PlanError("model.attention_pattern", m.attention_pattern, "execute computes global attention on real tensors.", "Use global.")
+    if r.attention in ("fa1", "fa3"):
+        yield PlanError("recipe.attention", r.attention, "scaled_dot_product_attention has FlashAttention-2 and cuDNN's kernel.",
+                        "Use attention = fa2, cudnn or sdpa.")
+    if r.compile and (p.checkpointing.mode == "selective" or p.checkpointing.group > 1):
+        yield PlanError("recipe.compile", True, "execute compiles whole layers: none of them, or all that a layer does, is recomputed.",
+                        "Use checkpointing = none or full, or compile = false.")
+    if r.compile and (p.tp > 1 or p.pp > 1):
+        yield PlanError("recipe.compile", True, "execute does not compile under tensor or pipeline parallelism.", "Use compile = false.")
 
 
 def _refusals(run: Run) -> Iterator[PlanError]:
@@ -35,8 +63,6 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.positions", "alibi", "execute does not build this part yet.", "Use rope or learned.")
     if m.norms_per_layer == 3:
         yield PlanError("model.norms_per_layer", 3, "execute does not know where a third norm sits.", "Use 1, 2 or 4.")
-    if m.attention_pattern != "global" and run.cluster.accelerator.kernel_table == "cpu":
-        yield PlanError("model.attention_pattern", m.attention_pattern, "execute has no sliding window on a CPU.", "Use global.")
     if "fp8" in (r.precision.parameter, r.precision.compute) or r.precision.fp8_recipe != "none":
         yield PlanError("recipe.precision", r.precision.name, "execute does not perform fp8 yet.", "Use bf16-mixed.")
     if r.precision.master is not None:
@@ -48,14 +74,25 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if r.optimizer.name in ("sgd", "momentum") and r.optimizer.implementation == "fused" and p.zero == 3:
         yield PlanError("recipe.optimizer", f"{r.optimizer.name}, fused", "PyTorch's fused SGD takes no sharded (DTensor) parameters.",
                         f"Use {r.optimizer.name}:foreach.")
-    if r.compile or r.cuda_graphs:
-        yield PlanError("recipe.compile", r.compile, "a dry run executes eagerly.", "Use compile = false and cuda_graphs = false.")
+    for field, asked, fix in (("cuda_graphs", r.cuda_graphs, "cuda_graphs = false"), ("expand_kv", r.expand_kv, "expand_kv = false"),
+                              ("grad_accum_fusion", r.grad_accum_fusion, "grad_accum_fusion = false")):
+        if asked:
+            yield PlanError(f"recipe.{field}", True, "execute does not do this.", f"Use {fix}.")
+    if r.loss == "inplace":
+        yield PlanError("recipe.loss", r.loss, "PyTorch has no such loss.", "Use loss = eager, bf16, chunked or fused.")
     if p.zero != 3 and r.precision.compute in ("bf16", "fp16") and not r.precision.autocast and r.precision.parameter != r.precision.compute:
         yield PlanError("recipe.precision.autocast", False, "outside FSDP, parameters of another dtype than compute need autocast.",
                         "Use bf16-mixed or bf16-pure.")
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _watched(run: Run) -> Iterator[PlanError]:
+    """What cannot be watched operation by operation."""
+    if run.recipe.compile:
+        yield PlanError("recipe.compile", True, "execute run watches what a step does, and sees nothing inside compiled layers.",
+                        "Use compile = false, or execute solo on a GPU.")
 
 
 def _tensor(run: Run) -> Iterator[PlanError]:

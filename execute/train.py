@@ -9,7 +9,6 @@ from torch import Tensor
 from costmodel.spec import Run
 from execute.data import Source, batches_of_step
 from execute.learning_rate import learning_rate, set_learning_rate
-from execute.marks import Marks
 from execute.step import train_step
 from execute.strategies import Prepared
 from execute.strategies.pipeline import Stages
@@ -27,7 +26,7 @@ class Training(NamedTuple):
     """Of the whole run; the learning rate ends with them."""
 
 
-def make_ready(job: Training, step: int) -> Callable[[Marks | None], Tensor | None]:
+def make_ready(job: Training, step: int) -> Callable[..., Tensor | None]:
     """Read the samples and set the learning rate of a step; what is returned performs it, and returns this rank's mean loss where it knows it."""
     run, model = job.run, job.prepared.model
     batch: Callable[[], Any] = batches_of_step(run, job.source, step, job.rank, job.device, model.ends if isinstance(model, Stages) else None)

@@ -12,7 +12,8 @@ import pytest
 from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/questions.md", "docs/support.md",
+TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/fit.md", "docs/questions.md",
+         "docs/support.md", "docs/executing.md",
          "docs/tui.md")
 
 
@@ -20,7 +21,7 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/explain.md", "docs/questions.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md"])
 def test_tables_and_outputs_are_the_codes(page: str) -> None:
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec
@@ -31,8 +32,9 @@ def test_tables_and_outputs_are_the_codes(page: str) -> None:
     assert generate.filled(text) == text, "run: python docs/generate.py"
 
 
-def test_an_answer_is_that_of_the_command_above_it() -> None:
-    page = read("docs/questions.md")
+@pytest.mark.parametrize("name", ["docs/questions.md", "docs/fit.md"])
+def test_an_answer_is_that_of_the_command_above_it(name: str) -> None:
+    page = read(name)
     shown = re.findall(r"```sh\ncostmodel ([^\n]*)\n```\n+<!-- output: (.*?)(?: :: .*?)? -->", page)
     assert len(shown) == page.count("<!-- output: ")
     assert all(command == answered for command, answered in shown)

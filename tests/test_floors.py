@@ -92,6 +92,18 @@ def test_the_explorer_stands_on_costmodel_alone(path: Path) -> None:
     assert tops.isdisjoint({"execute", "calibrate", "torch", "scipy"})
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "calibrate").rglob("*.py")), ids=module_name)
+def test_calibrate_uses_execute_only_to_measure_and_scipy_is_only_there(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imports(path)}
+    measures = module_name(path) in ("calibrate.cli", "calibrate.probe.run")
+    assert tops.isdisjoint({"textual", "tui", "benchmarks", *(() if measures else ("execute",))})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "execute").rglob("*.py")), ids=module_name)
+def test_execute_knows_nothing_of_calibrate(path: Path) -> None:
+    assert {name.partition(".")[0] for name in imports(path)}.isdisjoint({"calibrate", "scipy"})
+
+
 def loaded_by(code: str) -> set[str]:
     """Top-level modules in memory after running some code in a new interpreter."""
     program = f"{code}\nimport json, sys; print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"

@@ -166,11 +166,12 @@ def _sure(e: Explanation, weights: Sequence[Weight], page: Page) -> None:
 
 def _constants(weights: Sequence[Weight], page: Page) -> None:
     shown = weights[:MOST_CONSTANTS]
-    rows = [[w.key, _value(w), f"{w.elasticity:+.2f}", f"{w.basis}: {w.source}"] for w in shown]
+    rows = [[w.key, _value(w), f"±{100 * w.log_sd:.0f}%" if w.log_sd else "-", f"{w.elasticity:+.2f}", f"{w.basis}: {w.source}"] for w in shown]
+    header = ["constant", "value", "known to", "%", "how it was found"]
     if page.width >= WIDE:
-        page.table(["constant", "value", "%", "how it was found"], rows, "<>><")
+        page.table(header, rows, "<>>><")
     else:
-        page.table(["constant", "value", "%"], [row[:3] for row in rows], "<>>")
+        page.table(header[:-1], [row[:-1] for row in rows], "<>>>")
         page.line()
         page.pairs([(w.key, f"{w.basis}: {w.source}") for w in shown])
     if len(weights) > len(shown):

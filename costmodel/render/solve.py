@@ -7,7 +7,7 @@ from costmodel.render.text import Page
 from costmodel.render.units import count, duration, plural, share, size
 from costmodel.render.words import moment
 from costmodel.report import StepReport
-from costmodel.solve import Bound, Choice, Plans, Solution
+from costmodel.solve import Bound, Choice, Plans, Quantity, Solution
 from costmodel.solve.trials import held_bytes, worst
 
 HEADINGS = {"micro_batch": "LARGEST MICRO-BATCH that fits", "seq_len": "LONGEST SEQUENCE that fits", "layers": "MOST LAYERS that fit",
@@ -40,7 +40,7 @@ def render_solution(title: str, solution: Solution, given: StepReport | None, fl
     page.line()
     page.table([COLUMNS[solution.quantity], "which", "device total", "to spare", "step", "tokens/s", "verdict"], rows, "><>>>><")
     page.line()
-    page.pairs([("binds", bound_words(solution.bound)), *_more(solution),
+    page.pairs([("binds", bound_words(solution.bound, solution.quantity)), *_more(solution),
                 *([("use", flags)] if flags and solution.value not in (None, solution.given) else []),
                 ("search", plural(solution.predictions, "prediction"))])
     return str(page)
@@ -59,12 +59,15 @@ def _row(value: int, words: str, report: StepReport) -> list[str]:
             report.verdict]
 
 
-def bound_words(bound: Bound) -> str:
+def bound_words(bound: Bound, quantity: Quantity) -> str:
     """What binds, in a sentence or two."""
     if bound.kind == "stopped":
         return "nothing yet: the search was stopped"
     if bound.kind in ("rule", "range"):
         return bound.rule
+    if bound.states_alone and quantity == "gpus":
+        return (f"the model state alone ({size(bound.states_bytes)} on {bound.role}) exceeds the device: shard it (ZeRO, FSDP) or split the model "
+                "(tensor or pipeline parallelism)")
     if bound.states_alone:
         return (f"the model state alone ({size(bound.states_bytes)} on {bound.role}) exceeds the device: neither batch, sequence nor checkpointing "
                 "helps; more shards, more GPUs or smaller states do")

@@ -15,6 +15,7 @@ from execute import compat
 from execute.assemble import assemble
 from execute.data import Text
 from execute.marks import NoMarks
+from execute.observe.profiling import profile_step
 from execute.strategies.pipeline import Stages
 from execute.train import Training, make_ready
 
@@ -40,6 +41,14 @@ def learn(run: Any, keep: Path) -> list[float]:
         if step == 0:
             torch.save(gradients(job.prepared), keep / f"{dist.get_rank() if dist.is_initialized() else 0}.pt")
     return losses
+
+
+def trace(run: Any, keep: Path) -> None:
+    """The trace of the fourth step."""
+    job = training(run, 4)
+    for step in range(3):
+        make_ready(job, step)()
+    profile_step(make_ready(job, 3), lambda: None, keep / f"trace{dist.get_rank()}.json")
 
 
 def overflow(run: Any, keep: Path) -> dict[str, Any]:
@@ -113,7 +122,7 @@ def main() -> None:
     for number, (name, (what, given)) in enumerate(json.loads(cases).items()):
         keep = folder / str(number)
         keep.mkdir(exist_ok=True)
-        results[name] = {"number": number, "result": {"seen": seen, "learn": learn, "overflow": overflow}[what](build_run(**given), keep)}
+        results[name] = {"number": number, "result": {"seen": seen, "learn": learn, "overflow": overflow, "trace": trace}[what](build_run(**given), keep)}
     if int(rank) == 0:
         (folder / "out.json").write_text(json.dumps(results))
     dist.barrier()

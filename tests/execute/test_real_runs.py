@@ -2,6 +2,7 @@
 
 import gc
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from small_runs import GPT, LLAMA, cpu_run  # noqa: E402
 from execute.assemble import build  # noqa: E402
 from execute.data import random_batch  # noqa: E402
 from execute.dryrun import observe, observe_real, report  # noqa: E402
+from execute.observe.trace import load_trace  # noqa: E402
 from execute.step import train_step  # noqa: E402
 from execute.strategies import single  # noqa: E402
 from execute.weights import init_weights  # noqa: E402
@@ -35,6 +37,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pp 1f1b": {"strategy": "ddp", "pp": 2, "recipe": {"grad_accum": 2}},
     "pp gpipe": {"strategy": "ddp", "pp": 2, "schedule": "gpipe", "recipe": {"grad_accum": 2}},
 }
+BUCKETS = {"many buckets": {"bucket_bytes": 1 << 20, "first_bucket_bytes": 1 << 18}, "one bucket": {"bucket_bytes": 1 << 30, "first_bucket_bytes": 1 << 30}}
 CPU_PAIR = {"gpu": "cpu_epyc_2core", "gpus": 2}
 
 
@@ -83,7 +86,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, given in STRATEGIES.items():
         plan = {k: v for k, v in given.items() if k != "recipe"}
         cases[name] = "seen", {"model": LLAMA, "cluster": CPU_PAIR, "plan": plan, "recipe": {**recipe, **given.get("recipe", {})}}
-    return {name: seen["result"] for name, seen in perform(cases, 2, tmp_path_factory.mktemp("gloo")).items()}
+    for name, plan in BUCKETS.items():
+        cases[name] = "trace", {"model": LLAMA, "cluster": CPU_PAIR, "plan": {"strategy": "ddp", **plan}, "recipe": recipe}
+    where = tmp_path_factory.mktemp("gloo")
+    return {name: done["result"] or where / str(done["number"]) for name, done in perform(cases, 2, where).items()}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -99,3 +105,20 @@ def test_two_real_ranks_take_the_bytes_and_send_the_collectives_of_the_dry_run(n
     assert real["activations"] == role.memory.activations_bytes
     assert real["phases"]["steady step"] == role.memory.allocated.total_bytes
     assert real["collectives"] == sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())
+
+
+def backward_after_first_all_reduce(folder: Path, rank: int) -> tuple[int, int]:
+    """From a rank's trace of a step: its all-reduces, and the nodes of autograd that begin after the first of them has begun."""
+    events = [e for e in load_trace(folder / f"trace{rank}.json")["traceEvents"] if e.get("ph") == "X"]
+    sent = [e["ts"] for e in events if e["name"] == "c10d::allreduce_"]
+    nodes = [e["ts"] for e in events if e["name"].startswith("autograd::engine::evaluate_function")]
+    return len(sent), sum(ts > min(sent) for ts in nodes)
+
+
+def test_ddp_reduces_buckets_while_backward_goes_on_and_one_big_bucket_after_it(pair: dict[str, Any]) -> None:
+    """As torch's profiler saw it on both ranks: gradients of the first layer are computed when the last layer's are on their way."""
+    for rank in range(2):
+        sent, after = backward_after_first_all_reduce(pair["many buckets"], rank)
+        assert sent > 2
+        assert after > 20
+        assert backward_after_first_all_reduce(pair["one bucket"], rank) == (1, 0)

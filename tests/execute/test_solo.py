@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ from execute.stand_in import POOL, stand_in_world  # noqa: E402
 RUNS: dict[str, tuple[Any, int]] = {
     "single": (cpu_run(), 0), "ddp": (cpu_run(LLAMA, "ddp", 8, gradient_as_bucket_view=True), 7), "zero1": (cpu_run(LLAMA, "zero1", 3), 2),
     "zero2": (cpu_run(LLAMA, "zero2", 4), 3), "fsdp, bf16": (cpu_run(LLAMA, "fsdp", 8, {"precision": "bf16-mixed"}), 5),
-    "tp, loss parallel": (cpu_run(LLAMA, "ddp", 2, tp=2, sequence_parallel=True, loss_parallel=True), 1),
-    "pp, first": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2), 0), "pp with ddp, last": (cpu_run(LLAMA, "ddp", 4, {"grad_accum": 4}, pp=2), 3)}
+    "tp": (cpu_run(LLAMA, "ddp", 2, tp=2), 0), "tp, loss parallel": (cpu_run(LLAMA, "ddp", 2, tp=2, sequence_parallel=True, loss_parallel=True), 1),
+    "pp, first": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2), 0), "pp with ddp, last": (cpu_run(LLAMA, "ddp", 4, {"grad_accum": 4}, pp=2), 3),
+    "hsdp": (cpu_run(LLAMA, "hsdp", 4, dp_replicate=2), 3), "fsdp with tp": (cpu_run(LLAMA, "fsdp", 4, tp=2, sequence_parallel=True), 1),
+    "pp gpipe": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="gpipe"), 1),
+    "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0)}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -270,3 +274,27 @@ def test_out_of_memory_is_recorded(tmp_path: Path) -> None:
     [(_, record)] = list(read_records(tmp_path))
     assert record.outcome.kind == "oom"
     assert record.outcome.tried_bytes is not None and record.outcome.tried_bytes > 100_000_000
+
+
+def test_compiled_layers_compute_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FSDP's hooks and full checkpointing; what inductor makes of the graphs is PyTorch's own affair, and slow."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    from execute.data import source_of
+    from execute.train import Training, make_ready
+    shape = {**LLAMA, "hidden": 64, "ffn": 128, "layers": 3}
+    losses = []
+    for on in (False, True):
+        run = cpu_run(shape, "fsdp", 2, {"compile": on}, checkpointing="full")
+        with stand_in_world(2, 0):
+            torch.manual_seed(0)
+            job = Training(run, assemble(run, "cpu"), source_of(run), 0, "cpu", 3)
+            losses.append([make_ready(job, step)(None).item() for step in range(2)])  # type: ignore[union-attr]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("asked", "field"), [({"recipe": {"attention": "fa3", "precision": "bf16-pure"}}, "recipe.attention"),
+                                              ({"recipe": {"compile": True}, "checkpointing": "selective"}, "recipe.compile")])
+def test_what_real_tensors_would_not_do_is_refused(asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError) as error:
+        solo(small_run(**asked), Cpu())
+    assert error.value.field == field

@@ -10,7 +10,7 @@ from runs import examples, runs
 from costmodel import PlanError, Run, build_run, predict
 from costmodel.changes import changed
 from costmodel.solve import Progress, Solution, fewest_gpus, fits, largest, plans
-from costmodel.solve.limits import frontier
+from costmodel.solve.limits import first, last
 
 GPUS = st.sampled_from([1, 2, 8, 16])
 
@@ -32,7 +32,7 @@ def max_allocated(found: Solution) -> int:
     return next(r.memory.allocated.total_bytes for r in found.beyond_report.roles if r.role == found.bound.role and r.memory)
 
 
-@examples(30)
+@examples(20)
 @given(runs(GPUS), st.sampled_from(["micro_batch", "seq_len", "layers"]), st.sampled_from([1.2, 1.5, 3.0]), st.booleans())
 def test_the_largest_fits_and_one_more_does_not(run: Run, quantity: Literal["micro_batch", "seq_len", "layers"], share: float, risky: bool) -> None:
     run = on_a_small_card(run, share)
@@ -69,14 +69,27 @@ def test_the_fewest_gpus_fit_and_the_next_fewer_do_not(run: Run, share: float) -
 
 @examples(200)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
-def test_the_frontier_lies_between_one_that_holds_and_one_that_does_not(holds: list[bool]) -> None:
-    found = frontier(len(holds), lambda i: holds[i])
-    assert found.holds is None or holds[found.holds]
-    assert found.fails is None or not holds[found.fails]
-    assert (found.fails if found.fails is not None else len(holds)) == (found.holds if found.holds is not None else -1) + 1
-    if sorted(holds, reverse=True) == holds:
-        assert (found.holds is None) == (not holds[0])
-        assert found.holds is None or found.holds == sum(holds) - 1
+def test_an_answer_is_good_and_its_neighbour_is_not(good: list[bool]) -> None:
+    for search, step in ((last, 1), (first, -1)):
+        found = search(len(good), lambda i: good[i])
+        assert found.best is None or good[found.best]
+        assert found.beyond is None or not good[found.beyond]
+        if found.best is not None:
+            assert found.beyond == (found.best + step if 0 <= found.best + step < len(good) else None)
+
+
+@examples(100)
+@given(st.integers(0, 10**6), st.integers(1, 10**6))
+def test_where_memory_grows_the_search_is_exact(fit: int, more: int) -> None:
+    asked: set[int] = set()
+
+    def good(i: int) -> bool:
+        asked.add(i)
+        return i < fit
+
+    assert last(fit + more, good).best == (fit - 1 if fit else None)
+    assert first(fit + more, lambda i: not good(i)).best == fit
+    assert len(asked) <= 4 * 21 + 10
 
 
 @examples(12)

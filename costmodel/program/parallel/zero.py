@@ -128,7 +128,8 @@ class Zero2(Bucketed):
         fresh = micro in (ONLY, "first") or not self.plan.sync_each_micro_batch
         if flush.previous and self.group > 1:
             ops = [*ops, *self._land(flush.previous, fresh)]
-        ops = [*ops, Op("zero2.flatten", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, kernels=2, allocs=(flat, shard), frees=(grads,))]
+        ops = [*ops, Op("zero2.flatten", "memory", nbytes=2.0 * flush.nbytes, dtype=self.dtype, kernels=2, allocs=(flat,), frees=(grads,)),
+               Op("zero2.slice", "memory", dtype=self.dtype, kernels=0, allocs=(shard,))]
         if self.group > 1:
             ops.append(collective(self.axis, "reduce-scatter", self.group, flat.nbytes, self.dtype, event="zero2", name="bucket.reduce_scatter"))
         else:

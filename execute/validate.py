@@ -1,0 +1,105 @@
+"""Predicted against dry run against measured: bytes by category, collectives, time; what is outside its tolerance is named."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from costmodel.prediction import predict
+from costmodel.records import Outcome
+from costmodel.report import RoleReport, StepReport
+from costmodel.spec import Run
+from execute.compare import Comparison, compare
+from execute.suite import Case
+from execute.support import Mode
+
+TIME_TOLERANCE = 0.25
+"""Of a step, where the machine's constants were fitted on it."""
+HALF = 0.5
+Observe = Callable[[Run], tuple[Outcome, dict[int, RoleReport]]]
+"""Performs a run for real: how it ended, and what its ranks saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One role as predicted, and as one way of performing it saw it."""
+
+    role: str
+    comparison: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A case with all its comparisons."""
+
+    name: str
+    run: Run
+    outcome: Outcome
+    sides: tuple[Side, ...]
+    time_judged: bool
+
+    def outside(self) -> Iterator[str]:
+        """Every row that is outside its tolerance, in words."""
+        for side in self.sides:
+            c = side.comparison
+            where = f"{self.name}: {side.role}, {c.observed}"
+            for r in c.rows:
+                if not r.within:
+                    yield f"{where}: {r.name}: predicted {r.predicted:,} bytes, seen {r.observed:,} ({r.difference:+.2%})"
+            for title, odd in (("not predicted", c.missing), ("not seen", c.surplus)):
+                for (axis, kind, group, nbytes, dtype), n in odd.items():
+                    yield f"{where}: {title}: {n} x {kind} over {axis} ({group} ranks), {nbytes:,} bytes, {dtype}"
+            for s in c.seconds:
+                if self.time_judged and abs(s.predicted / s.observed - 1) > TIME_TOLERANCE:
+                    yield f"{where}: {s.name}: predicted {s.predicted * 1e3:.2f} ms, took {s.observed * 1e3:.2f} ms ({s.predicted / s.observed - 1:+.1%})"
+
+    def lines(self) -> Iterator[str]:
+        """One line for each role and way of performing it."""
+        for side in self.sides:
+            c = side.comparison
+            peak = c.row("peak")
+            states = "equal" if all(r.within for r in c.rows if r.tolerance == 0.0) else "differ"
+            sent = "not seen" if not c.collectives else "equal" if not c.missing and not c.surplus else "differ"
+            times = "".join(f"{s.predicted * 1e3:>10.2f} {s.observed * 1e3:>10.2f} {s.predicted / s.observed - 1:>+7.0%}" for s in c.seconds)
+            yield (f"{self.name:<36} {side.role:<16} {c.observed:<7} {states:<7} {peak.predicted:>14,} {peak.observed:>14,} {peak.difference:>+7.2%}  "
+                   f"{sent:<9}{times}").rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "run": self.run.model_dump(mode="json"), "outcome": self.outcome.kind, "message": self.outcome.message,
+                "roles": [{"role": side.role, "against": side.comparison.observed, **side.comparison.to_dict()} for side in self.sides],
+                "time_judged": self.time_judged, "outside": list(self.outside())}
+
+
+HEADER = (f"{'case':<36} {'role':<16} {'seen in':<7} {'states':<7} {'peak predicted':>14} {'peak seen':>14} {'':>7}  {'messages':<9}"
+          f"{'ms pred.':>10} {'ms seen':>10}")
+
+
+def check(case: Case, mode: Mode, profile: str | None, observe: Observe) -> Checked:
+    """Predict a case, dry-run every role's example rank, perform it as the mode says, and compare."""
+    from execute.dryrun import dry_run
+    predicted = predict(case.run, profile)
+    outcome, seen = (Outcome(), {}) if mode == "dryrun" else observe(case.run)
+    sides = []
+    for role in predicted.roles:
+        rank = role.example_rank
+        sides.append(Side(role.role, compare(predicted, dry_run(case.run, rank))))
+        if rank in seen:
+            sides.append(Side(role.role, compare(predicted, alone(seen[rank], mode, case.run, slowest(seen)))))
+    return Checked(case.name, case.run, outcome, tuple(sides), profile is not None and Path(profile).suffix == ".toml")
+
+
+def alone(rank: RoleReport, mode: Mode, run: Run, step_s: float | None) -> StepReport:
+    """One rank's report; a job's step takes as long as its slowest rank's."""
+    if rank.time is not None and step_s is not None:
+        rank = replace(rank, time=replace(rank.time, step_s=step_s))
+    return StepReport(mode, (rank,), run.plan.world_size, run.tokens_per_step)
+
+
+def slowest(seen: dict[int, RoleReport]) -> float | None:
+    return max((r.time.step_s for r in seen.values() if r.time is not None), default=None)
+
+
+def fits(run: Run) -> bool:
+    """Whether a run is predicted to take no more than half of its device's memory."""
+    memory = predict(run, scaling=False).fullest.memory
+    return memory is not None and memory.capacity_bytes is not None and memory.allocated.total_bytes <= HALF * memory.capacity_bytes
