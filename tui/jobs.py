@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +29,12 @@ JOBS: tuple[Job, ...] = (
     Job("dry run", "this run on fake tensors, at any world size: bytes and collectives, no times", lambda run, place: ("dryrun", str(run), "--json"), "json"),
     Job("solo", "one rank of it on this machine's device: memory, and the time of its computation",
         lambda run, place: ("solo", str(run), "--record", str(place)), "record"),
-    Job("validate", "the prediction against runs on this machine", lambda run, place: ("validate", str(run)), "text"),
-    Job("lab", "a small course of runs to compare on this machine", lambda run, place: ("lab",), "text"))
+    Job("run", "the whole job on this machine, where it has the devices: memory and time",
+        lambda run, place: ("run", str(run), "--record", str(place)), "record"),
+    Job("validate", "every strategy, in sizes for this machine, against its prediction", lambda run, place: ("validate",), "text"),
+    Job("lab", "one small Transformer, spread in every way on this machine, and why each differs", lambda run, place: ("lab",), "text"))
+PATIENCE_S = 3.0
+"""Seconds that a process has to end by itself."""
 EXIT_WORDS = {1: "an unexpected error", 2: "it cannot be done so", 3: "out of memory", 4: "outside the tolerance", 5: "a rank failed", 6: "out of time"}
 
 
@@ -52,7 +58,7 @@ async def perform(words: Sequence[str], tell: Callable[[str], None]) -> tuple[in
     Cancelling ends the process.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                                                   stderr=asyncio.subprocess.PIPE, limit=1 << 24)
+                                                   stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True)
     assert process.stdout
     assert process.stderr
     last: list[str] = []
@@ -69,11 +75,21 @@ async def perform(words: Sequence[str], tell: Callable[[str], None]) -> tuple[in
         printed, _ = await asyncio.gather(process.stdout.read(), follow(process.stderr))
         code = await process.wait()
     except asyncio.CancelledError:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await end(process)
         raise
     return code, printed.decode("utf-8", "replace"), "\n".join(last)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """End a process and those it started: asked first, made to after a while."""
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        try:
+            os.killpg(process.pid, sign)
+            await asyncio.wait_for(process.wait(), PATIENCE_S)
+        except (TimeoutError, ProcessLookupError):
+            continue
 
 
 def ending(job: Job, code: int, printed: str, errors: str, place: Path) -> Ended:
@@ -89,4 +105,4 @@ def ending(job: Job, code: int, printed: str, errors: str, place: Path) -> Ended
             return Ended(record.report, f"{job.name}: {record.outcome.kind} {record.outcome.message}".strip(), record.report is not None)
     except (ValueError, RecordError) as error:
         return Ended(None, f"{job.name}: its answer cannot be read: {' '.join(str(error).split())[:200]}", False)
-    return Ended(None, printed or f"{job.name} done", True)
+    return Ended(None, f"{job.name} done" + (": something is outside the tolerance" if code == 4 else ""), code == 0)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -457,3 +458,11 @@ def test_a_dry_run_is_laid_beside_the_prediction() -> None:
 def test_commands_are_those_of_execute() -> None:
     words = command(JOBS[0], Path("run.toml"), Path("record.json"))
     assert words[1:] == ["-m", "execute", "dryrun", "run.toml", "--json"]
+    for job in JOBS[:4]:
+        done = subprocess.run([*command(job, Path("x"), Path("y"))[:4], "--help"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, job.name
+
+
+def test_progress_that_counts_has_a_bar() -> None:
+    assert text_of(measured.progress("validate: 7 of 14: fsdp")) == "██████░░░░░░ "
+    assert measured.progress("starting …") == []

@@ -147,11 +147,8 @@ class Measured(Pane):
         if ended.report is not None:
             self.lay(state.run, ended.report, job.name)
             self.finish(ended.words, ended.ok)
-        elif job.answers == "text" and ended.ok:
-            self.printed = ended.words.splitlines()
-            self.finish(f"{job.name} done", True)
         else:
-            self.printed = errors.splitlines()
+            self.printed = (printed if job.answers == "text" and printed.strip() else errors).splitlines()
             self.finish(ended.words, ended.ok)
 
     def finish(self, words: str, ok: bool) -> None:

@@ -1,5 +1,6 @@
 """Measured: what was predicted beside what was seen, figure by figure; what was not seen says so."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -105,7 +106,7 @@ def _row(row: Row, most: float, bar: int) -> Line:
             Span("  "), Span(pair.ljust(bar), "bar"), dim(f"  {row.basis}")]
 
 
-HEAD = 7
+HEAD = 8
 
 
 def head(choice: int, running: str, words: str, ok: bool, width: int) -> list[Line]:
@@ -116,10 +117,19 @@ def head(choice: int, running: str, words: str, ok: bool, width: int) -> list[Li
         here = i == choice
         out.append(fitted(line(Span(f" {'▸' if here else ' '} {job.name:<10}", "bold" if here else ""), dim(job.does)), width))
     if running:
-        out.append(fitted(line(Span(f"performing the {running}  ", "accent bold"), dim(words)), width))
+        out.append(fitted(line(Span(f"performing: {running}  ", "accent bold"), *progress(words), dim(words)), width))
     elif words:
         out += wrapped(words, width, 2, "" if ok else "bad")
     return [*out, *[[] for _ in range(HEAD - len(out))]][:HEAD]
+
+
+def progress(words: str) -> Line:
+    """A bar where the words count ("3 of 14")."""
+    found = re.search(r"(\d+) of (\d+)", words)
+    if not found or not int(found[2]):
+        return []
+    done = round(12 * min(1.0, int(found[1]) / int(found[2])))
+    return [Span("█" * done, "bar"), Span("░" * (12 - done) + " ", "dim")]
 
 
 def empty(width: int) -> list[Line]:

@@ -110,7 +110,7 @@ def said(now: Searching, running: bool, width: int) -> list[Line]:
         words = f"{answer.value:,}" if answer.value is not None else "no value fits"
         stopped = "; stopped, more may fit" if answer.stopped else ""
         return [line(bold(f"{SEARCHES[now.choice].name}: {words}"), dim(f" (the run has {answer.given:,}){stopped}")),
-                *wrapped(f"bound by {bound_words(answer.bound)}", width, 2)]
+                *wrapped(f"bound by {bound_words(answer.bound, answer.quantity)}", width, 2)]
     return []
 
 
