@@ -113,11 +113,12 @@ def test_the_inspector_says_shape_bytes_and_cost() -> None:
     lanes = laid_out(state.run, state.report, None, 40)
     forward = next(s for s in lanes.timelines[0].spans if s.phase == "forward")
     from tui.views.timeline import Item
-    slices = lanes.slices(0, forward, True) or []
-    matmul = next(s for s in slices if s.kind == "matmul")
+    streams = lanes.streams(0, forward, True)
+    assert streams
+    matmul = next(s for s in streams[COMPUTE] if s.kind == "matmul")
     told = " ".join(text_of(row) for row in inspector(Item(matmul.start_s, matmul.end_s, "", "forward", matmul), state.run, 200))
     assert "TFLOP/s" in told and "[1024 x" in told
-    sent = next(s for s in slices if s.kind == "collective")
+    sent = next(s for s in streams["dp_shard"] if s.kind == "collective")
     told = " ".join(text_of(row) for row in inspector(Item(sent.start_s, sent.end_s, "", "forward", sent), state.run, 200))
     assert "8 ranks" in told and "exposed" in told
 

@@ -6,7 +6,7 @@ are a few cells long: spans, units (layers), single ops. Collectives and host wo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from costmodel.program.ir import Op
 from costmodel.render.units import duration, size
@@ -17,7 +17,8 @@ from tui.lines import Line, bold, dim, fitted, line
 from tui.lines import Span as Text
 from tui.views.pipeline import Cells, Window
 
-Level = Literal["span", "unit", "op"]
+WAITS = "waits"
+"""What compute waits for, among the streams of a span."""
 CELLS = {"unit": 4.0, "op": 3.0}
 """Cells that a slice of a level needs on average to be drawn."""
 DENSITY = " ▁▂▃▄▅▆▇█"
@@ -55,30 +56,42 @@ class Lanes:
     """Streams of communication that carry something."""
     step_s: float
     seen: dict[tuple[int, int, bool], tuple[float, list[Slice]]] = field(default_factory=dict)
+    sorted: dict[tuple[int, int, bool], dict[str, list[Slice]]] = field(default_factory=dict)
     eager: bool = True
     """Lay slices out when they are asked for, however long that takes; else note them as missing."""
     missing: list[tuple[int, Span, bool]] = field(default_factory=list)
 
-    def slices(self, at: int, span: Span, ops: bool) -> list[Slice] | None:
-        """Slices of a span; those of an equal slot of a pipeline are the same, moved. None where they are still to be laid out."""
-        moves = span.origin_s > 0.0
-        key = (at, id(span.part) if moves else id(span), ops)
-        known = self.seen.get(key)
+    def streams(self, at: int, span: Span, ops: bool) -> dict[str, list[Slice]] | None:
+        """Slices of a span by stream, what compute waits for under WAITS. None where they are still to be laid out."""
+        key = (at, id(span), ops)
+        known = self.sorted.get(key)
         if known is None:
+            found = self._slices(at, span, ops)
+            if found is None:
+                return None
+            known = self.sorted[key] = {}
+            for s in found:
+                known.setdefault(WAITS if s.kind == "wait" else s.stream, []).append(s)
+        return known
+
+    def _slices(self, at: int, span: Span, ops: bool) -> list[Slice] | None:
+        """Those of an equal slot of a pipeline are the same, moved."""
+        key = _key(at, span, ops)
+        if key not in self.seen:
             if not self.eager:
                 self.missing.append((at, span, ops))
                 return None
-            known = self.seen[key] = span.origin_s, self.timelines[at].slices(span, ops=ops)
-        origin, found = known
+            self.seen[key] = span.origin_s, self.timelines[at].slices(span, ops=ops)
+        origin, found = self.seen[key]
         by = span.origin_s - origin
-        return [s.__class__(s.stream, s.start_s + by, s.end_s + by, s.name, s.phase, s.kind, s.op, s.exposed_s) for s in found] if by else found
+        return [Slice(s.stream, s.start_s + by, s.end_s + by, s.name, s.phase, s.kind, s.op, s.exposed_s) for s in found] if by else found
 
     def lay_out(self, wanted: Sequence[tuple[int, Span, bool]], go_on: Callable[[], bool]) -> None:
         """Lay out slices that a drawing missed; for a thread."""
         for at, span, ops in wanted:
             if not go_on():
                 return
-            key = (at, id(span.part) if span.origin_s > 0.0 else id(span), ops)
+            key = _key(at, span, ops)
             if key not in self.seen:
                 self.seen[key] = span.origin_s, self.timelines[at].slices(span, ops=ops)
 
@@ -87,7 +100,7 @@ class Lanes:
         for span in self.timelines[at].spans:
             if span.end_s > after:
                 self.lay_out([(at, span, False)], lambda: True)
-                waits = [s for s in self.slices(at, span, False) or () if s.kind == "wait" and s.start_s >= after and s.end_s - s.start_s > least_s]
+                waits = [s for s in (self.streams(at, span, False) or {}).get(WAITS, ()) if s.start_s >= after and s.end_s - s.start_s > least_s]
                 if waits:
                     return min(waits, key=lambda s: s.start_s)
         return None
@@ -109,40 +122,40 @@ def items(lanes: Lanes, lane: Lane, window: Window, width: int) -> list[Item]:
     out: list[Item] = []
     for span in lanes.visible(lane.at, window):
         cells = (span.end_s - span.start_s) / window.span * width
-        level, slices = _level(lanes, lane, span, cells)
-        if level == "span":
+        streams = _streams(lanes, lane, span, cells)
+        if streams is None:
             if lane.stream == COMPUTE:
                 out.append(Item(span.start_s, span.end_s, _short(span.name), span.phase, span))
             continue
-        out += [Item(s.start_s, s.end_s, _slice_label(s), s.phase, s) for s in slices
-                if s.stream == lane.stream and s.kind != "wait" and s.end_s > window.start and s.start_s < window.end]
+        out += [Item(s.start_s, s.end_s, _slice_label(s), s.phase, s) for s in streams.get(lane.stream, ())
+                if s.end_s > window.start and s.start_s < window.end]
     return sorted(out, key=lambda item: item.start)
 
 
-def _level(lanes: Lanes, lane: Lane, span: Span, cells: float) -> tuple[Level, list[Slice]]:
-    """The level of a span by its cells; streams beside compute are told apart from a few cells on."""
+def _key(at: int, span: Span, ops: bool) -> tuple[int, int, bool]:
+    """Equal slots of a pipeline share their slices."""
+    return at, id(span.part) if span.origin_s > 0.0 else id(span), ops
+
+
+def _streams(lanes: Lanes, lane: Lane, span: Span, cells: float) -> dict[str, list[Slice]] | None:
+    """The slices of a span at the level that its cells allow; None: the span itself. Streams beside compute are told apart sooner."""
     if cells < (8 if lane.stream == COMPUTE else 3):
-        return "span", []
-    units = lanes.slices(lane.at, span, False)
-    if units is None:
-        return "span", []
-    if lane.stream not in (COMPUTE, HOST):
-        return "unit", units
-    n = sum(1 for s in units if s.stream == COMPUTE and s.kind == "unit")
-    if cells / max(1, n) >= CELLS["op"] * 8:
-        ops = lanes.slices(lane.at, span, True) or []
-        n_ops = sum(1 for s in ops if s.stream == COMPUTE and s.kind != "wait")
-        if n_ops and cells / n_ops >= CELLS["op"]:
-            return "op", ops
-    if cells / max(1, n) >= CELLS["unit"] or lane.stream == HOST:
-        return "unit", units
-    return "span", []
+        return None
+    units = lanes.streams(lane.at, span, False)
+    if units is None or lane.stream not in (COMPUTE, HOST):
+        return units
+    n = max(1, len(units.get(COMPUTE, ())))
+    if cells / n >= CELLS["op"] * 8:
+        ops = lanes.streams(lane.at, span, True)
+        if ops is not None and cells / max(1, len(ops.get(COMPUTE, ()))) >= CELLS["op"]:
+            return ops
+    return units if cells / n >= CELLS["unit"] or lane.stream == HOST else None
 
 
 def exposed(lanes: Lanes, at: int, window: Window, width: int) -> list[tuple[float, float]]:
     """When compute stands still, in the spans that are long enough to look into."""
     return [(s.start_s, s.end_s) for span in lanes.visible(at, window) if (span.end_s - span.start_s) / window.span * width >= 8
-            for s in lanes.slices(at, span, False) or () if s.kind == "wait" and s.end_s > window.start and s.start_s < window.end]
+            for s in (lanes.streams(at, span, False) or {}).get(WAITS, ()) if s.end_s > window.start and s.start_s < window.end]
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------------
