@@ -17,7 +17,7 @@ from execute import compat
 from execute.assemble import give_storage, outline, prepare
 from execute.data import pipeline_batch, random_batch
 from execute.observe.collectives import CollectiveRecorder
-from execute.observe.storage import HOST, Instant, StorageTracker, steady_gc
+from execute.observe.storage import HOST, LIBRARY, Instant, StorageTracker, steady_gc
 from execute.optim import state_tensors
 from execute.step import train_step
 from execute.strategies import Prepared
@@ -130,6 +130,7 @@ def report(seen: Observation, rank: int) -> StepReport:
                                       "optimizer step": optimizer}
     memory = MemoryReport(allocated=steady, phases={k: v for k, v in phases.items() if v is not None}, states=seen.states,
                           activations_bytes=tracker.highest(STEPS[1], "activations"),
+                          workspace_bytes=tracker.highest(STEPS[1], LIBRARY) or None,
                           capacity_bytes=run.cluster.accelerator.memory_bytes)
     role = RoleReport(role=f"rank {rank}", ranks=run.plan.world_size // run.plan.pp, example_rank=rank, memory=memory, time=None,
                       collectives=seen.collectives.summary(STEPS[1]))

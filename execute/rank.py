@@ -6,7 +6,6 @@
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +33,7 @@ def main() -> int:
         files.write(folder, files.state_name(rank), {"rank": rank, "pid": os.getpid(), "doing": doing})
 
     say("loading PyTorch")
-    result = perform(files.job_from_dict(files.read(folder, "job.json")), say)
+    result = perform(files.job_from_dict(files.read(folder, "job.json")), say, folder)
     files.write_result(folder, result)
     return end(result)
 
@@ -49,11 +48,11 @@ def end(result: RankResult) -> int:
     return 0
 
 
-def perform(job: Job, say: Say) -> RankResult:
-    """This rank's part of a job, as torchrun's environment places it. Whatever goes wrong is in the result."""
+def perform(job: Job, say: Say, folder: Path) -> RankResult:
+    """This rank's part of a job, as torchrun's environment places it; traces that nobody keeps go to `folder`. What goes wrong is in the result."""
     rank = int(os.environ["RANK"])
     try:
-        result = _perform(job, rank, int(os.environ["LOCAL_RANK"]), say)
+        result = _perform(job, rank, int(os.environ["LOCAL_RANK"]), say, folder)
     except PlanError as error:
         value = error.value if isinstance(error.value, (str, int, float, bool)) else str(error.value)
         return RankResult(rank, files.now_s(), Outcome("failed", rank, str(error)), (error.field, value, error.rule, error.fix))
@@ -64,7 +63,7 @@ def perform(job: Job, say: Say) -> RankResult:
     return result
 
 
-def _perform(job: Job, rank: int, local_rank: int, say: Say) -> RankResult:
+def _perform(job: Job, rank: int, local_rank: int, say: Say, folder: Path) -> RankResult:
     import torch
     import torch.distributed as dist
 
@@ -78,14 +77,13 @@ def _perform(job: Job, rank: int, local_rank: int, say: Say) -> RankResult:
                         f"Use --nproc {torch.cuda.device_count()}, more nodes, or --device cpu.")
     say("meeting the other ranks")
     patience = timedelta(seconds=job.timeout_s + MARGIN_S)
-    with tempfile.TemporaryDirectory(prefix="execute-trace-") as folder:
-        on_gpu: dict[str, Any] = {} if device.name == "cpu" else {"device_id": torch.device(device.name)}
-        dist.init_process_group("gloo" if device.name == "cpu" else "nccl", timeout=patience, **on_gpu)
-        trace = Path(job.trace) if job.trace and rank == 0 else Path(folder) / "trace.json"
-        role, step_s, losses = measure(job, rank, device, trace, say)
-        result = RankResult(rank, files.now_s(), role=role, step_s=step_s, losses=losses, notes=performed_elsewhere(job.run, device))
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, result)
+    on_gpu: dict[str, Any] = {} if device.name == "cpu" else {"device_id": torch.device(device.name)}
+    dist.init_process_group("gloo" if device.name == "cpu" else "nccl", timeout=patience, **on_gpu)
+    trace = Path(job.trace) if job.trace and rank == 0 else folder / f"trace{rank}.json"
+    role, step_s, losses = measure(job, rank, device, trace, say)
+    result = RankResult(rank, files.now_s(), role=role, step_s=step_s, losses=losses, notes=performed_elsewhere(job.run, device))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, result)
     return replace(result, others=tuple(everybody)) if rank == 0 else result
 
 

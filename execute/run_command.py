@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,7 +130,8 @@ def _as_a_rank(job: "Job", resolved: "Resolved", command: str, record: Path | No
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != resolved.run.plan.world_size:
         raise InputError(f"torchrun started {world} ranks, and the run has {resolved.run.plan.world_size} (--gpus). Use --gpus {world}.")
-    result = perform(job, lambda doing: _say(f"run: {doing}") if rank == 0 else None)
+    with tempfile.TemporaryDirectory() as folder:
+        result = perform(job, lambda doing: _say(f"run: {doing}") if rank == 0 else None, Path(folder))
     if result.refused is not None:
         raise PlanError(*result.refused)
     try:

@@ -61,6 +61,8 @@ def validate(
     for number, case in enumerate(cases, 1):
         _say(f"validate: {number} of {len(cases)}: {case.name}")
         checked.append(check(case, cast("Mode", mode), profile, observe))
+        if checked[-1].outcome.kind == "interrupted":
+            break
     _print(checked, mode, as_json)
     _exit(checked)
 

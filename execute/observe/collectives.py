@@ -42,11 +42,21 @@ class CollectiveRecorder:
     def __init__(self) -> None:
         self.sent: list[Sent] = []
         self._axes: dict[str, str] = {}
+        self._axes_of_ranks: dict[tuple[int, ...], str] = {}
 
     def name_axes(self, axes: Mapping[str, Any]) -> None:
         """Which process group is which axis of the Run: {"dp_shard": group, ...}."""
         for axis, group in axes.items():
             self._axes[group.group_name] = axis
+            self._axes_of_ranks[tuple(dist.get_process_group_ranks(group))] = axis
+
+    def _axis(self, group: Any) -> str:
+        """By name, else by its ranks: a mesh equal to an earlier one of this process may go on with the groups of that one."""
+        if group is None:
+            return "world"
+        if group.group_name not in self._axes:
+            self._axes[group.group_name] = self._axes_of_ranks.get(tuple(dist.get_process_group_ranks(group)), "world")
+        return self._axes[group.group_name]
 
     def __call__(self, tracker: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
@@ -60,7 +70,7 @@ class CollectiveRecorder:
         inputs, outputs = (list(compat.inner_tensors(side)) for side in sizes)
         in_bytes, out_bytes = (sum(t.numel() * t.element_size() for t in side) for side in (inputs, outputs))
         message = out_bytes if kind in FULL_IS_OUT else in_bytes
-        axis = self._axes.get(group.group_name, "world") if group is not None else "world"
+        axis = self._axis(group)
         self.sent.append(Sent(tracker.step, tracker.phase, tracker.where, axis, kind, group.size() if group is not None else 0, in_bytes, out_bytes,
                               message, word((inputs or outputs)[0].dtype)))
 

@@ -32,7 +32,12 @@ from execute import compat
 
 HOST = "host"
 """A category outside the device, left out of every sum: step counters that PyTorch keeps in host memory."""
-ORDER = (HOST, "parameters", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
+LIBRARY = "library"
+"""A category outside the program, left out of every sum: what a library makes for itself, such as gloo's copy of what it reduces and scatters.
+It is first seen as the storage of a view that nobody has seen before."""
+BORN_AS_VIEWS = ("lift_fresh",)
+"""Operations that return their argument, and with which a constant's life begins."""
+ORDER = (HOST, LIBRARY, "parameters", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
 NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
 """Operations that a moment may be named after."""
 
@@ -116,11 +121,11 @@ class StorageTracker(compat.TorchDispatchMode):
         for listener in self._listeners:
             listener(self, func, args, kwargs or {}, out)
         for tensor in compat.inner_tensors(out):
-            self.see(tensor)
+            self.see(tensor, seen_in=args if name not in BORN_AS_VIEWS else ())
         return out
 
-    def see(self, tensor: Tensor) -> int:
-        """The serial number of a tensor's storage, which is known from now on."""
+    def see(self, tensor: Tensor, seen_in: Any = ()) -> int:
+        """The serial number of a tensor's storage, which is known from now on; `seen_in` are the arguments that it may be a view of."""
         storage = tensor.untyped_storage()
         key = compat.storage_key(storage)
         serial = self._known.get(key)
@@ -129,7 +134,9 @@ class StorageTracker(compat.TorchDispatchMode):
             self._known[key] = serial
             self._watchers[serial] = weakref.finalize(storage, self._died, key, serial)
             self._watchers[serial].atexit = False
-            if self._born_in_hook:
+            if any(compat.storage_key(t.untyped_storage()) == key for t in compat.inner_tensors(seen_in)):
+                self.category[serial] = LIBRARY
+            elif self._born_in_hook:
                 self.category[serial] = "communication"
             self._grow(serial, storage.nbytes())
         elif storage.nbytes() != self._size[serial]:
@@ -287,7 +294,7 @@ class StorageTracker(compat.TorchDispatchMode):
         return best
 
     def _on_device(self) -> Iterator[Event]:
-        return (e for e in self.events if self.category.get(e.storage) != HOST)
+        return (e for e in self.events if self.category.get(e.storage) not in (HOST, LIBRARY))
 
 
 def _shown(split: dict[str, int] | Counter[str]) -> dict[str, int]:

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from execute.compat import FakeTensorMode  # noqa: E402
-from execute.observe.storage import StorageTracker, steady_gc  # noqa: E402
+from execute.observe.storage import LIBRARY, StorageTracker, steady_gc  # noqa: E402
 
 ROWS, WIDTH, INNER = 512, 64, 256
 
@@ -85,3 +85,16 @@ def test_views_share_their_storage() -> None:
         assert sum(tracker.alive().values()) == 400
         del views
         assert sum(tracker.alive().values()) == 0
+
+
+def test_what_a_library_made_for_itself_is_left_out_and_a_constant_is_not() -> None:
+    """A view of a storage that nobody saw being born; torch.tensor gives its constant through lift_fresh, which is a view too."""
+    before = torch.empty(1024)
+    tracker = StorageTracker()
+    with tracker:
+        tracker.step = "step"
+        view = before.view(32, 32)
+        constant = torch.tensor([1.0, 2.0])
+        made = torch.empty(256)
+        assert tracker.alive() == {"temporaries": constant.nbytes + made.nbytes}
+        assert tracker.highest("step", LIBRARY) == view.nbytes
