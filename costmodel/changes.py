@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from costmodel import catalog
-from costmodel.inputs import DEFAULT_LOSS_CHUNKS, checkpointing_word, fields_of, optimizer_word, resolve
+from costmodel.inputs import DEFAULT_LOSS_CHUNKS, adjusted, checkpointing_word, fields_of, optimizer_word, resolve
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
 from costmodel.spec.run import INTERLEAVED
 
 Keep = Literal["micro_batch", "global_batch"]
 BATCH = ("micro_batch", "grad_accum", "global_batch")
+KEPT = ("host", "slow_rank", "link_factors")
+"""Of a cluster: what stays on another GPU or node type."""
 
 
 def as_input(run: Run) -> dict[str, Any]:
@@ -69,24 +71,29 @@ def _model_input(model: Model) -> Any:
 
 
 def _cluster_input(cluster: Cluster) -> dict[str, Any]:
-    """Names of the catalogue where they give this cluster, else all of it."""
+    """Names of the catalogue where they give this cluster, with what was set besides; else all of it."""
+    memory = cluster.accelerator.memory_bytes
     for words in ({}, {"name": cluster.name}, {"gpus_per_node": cluster.gpus_per_node}, {"name": cluster.name, "gpus_per_node": cluster.gpus_per_node}):
         named: dict[str, Any] = {"gpu": cluster.accelerator.name, "gpus": cluster.gpus, **words}
         try:
             same = catalog.cluster(**named)
         except PlanError:
             continue
-        if same.model_copy(update={"host": cluster.host}) == cluster:
-            return named if same.host == cluster.host else {**named, "host": cluster.host}
+        own = {key: getattr(cluster, key) for key in KEPT if getattr(cluster, key) != getattr(same, key)}
+        own |= {"memory_bytes": memory} if memory != same.accelerator.memory_bytes else {}
+        if adjusted(same, own) == cluster:
+            return {**named, **own}
     return cluster.model_dump()
 
 
 def _plan_input(plan: Plan) -> dict[str, Any]:
     out = {key: value for key, value in plan if value != Plan.model_fields[key].get_default(call_default_factory=True)}
-    for key in ("dp_replicate", "dp_shard", "sync_each_micro_batch"):
+    for key in ("dp_replicate", "dp_shard"):
         out.pop(key, None)
-    if plan.sync_each_micro_batch != (plan.zero in (2, 3)):
-        out["sync_each_micro_batch"] = plan.sync_each_micro_batch
+    for key, value in Plan.of_framework(plan.framework, plan.zero).items():
+        out.pop(key, None)
+        if getattr(plan, key) != value:
+            out[key] = getattr(plan, key)
     out["zero"] = plan.zero
     if plan.dp_replicate > 1 and plan.zero:
         out["dp_shard"] = plan.dp_shard
@@ -140,12 +147,15 @@ def _changed_cluster(cluster: Cluster, named: dict[str, Any], changes: Mapping[s
         return {"name": name, "gpus": cluster.gpus} if isinstance(name, str) else dict(name)
     if "accelerator" not in named:
         if changes.keys() & {"gpu", "name"}:
-            named = {key: value for key, value in named.items() if key in ("gpu" if "gpu" in changes else "", "gpus", "host")}
+            named = {key: value for key, value in named.items() if key in ("gpu" if "gpu" in changes else "", "gpus", *KEPT)}
         if "nodes" in changes:
             named = {key: value for key, value in named.items() if key != "gpus"}
         return {**named, **changes}
     if changes.keys() - {"gpus"} and changes.keys() & {"gpu", "name", "nodes", "gpus_per_node"}:
         return {"gpus": cluster.gpus, **changes}
+    if "memory_bytes" in changes:
+        named = {**named, "accelerator": {**named["accelerator"], "memory_bytes": changes["memory_bytes"]}}
+        changes = {key: value for key, value in changes.items() if key != "memory_bytes"}
     gpus = changes.get("gpus", cluster.gpus)
     if not isinstance(gpus, int):
         return {**named, **changes}

@@ -1,8 +1,8 @@
 """Runs side by side, and the difference of two by the bars of the waterfall.
 
 Runs of different sizes are compared by what a GPU spends on a token: the bars of B are scaled to the tokens that a GPU of A handles in a
-step, so that where both handle as many, they are plainly seconds of the step. The differences of all bars sum to that of the steps,
-and the differences of the shares to that of the MFU.
+step, so that where both handle as many, they are plainly seconds of the step. The differences of all bars sum to that of the steps, and
+their points to that of the MFU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.prediction import predict, single_gpu
 from costmodel.report import CATEGORIES, MemoryReport, StepReport, Verdict
 from costmodel.spec import PlanError, Run
-from costmodel.waterfall import IDEAL, Waterfall, meaning, waterfall
+from costmodel.waterfall import Waterfall, meaning, waterfall
 
 ONE_GPU = "one GPU"
 
@@ -84,7 +84,7 @@ class BarDifference:
     after_s: float
     """Seconds of B for as many tokens a GPU."""
     points: float
-    """What it adds to the MFU of B over that of A, as a share: -0.03 is three points lost. 0 of the model's FLOPs, whose share the MFU is."""
+    """What it adds to the MFU of B over that of A, as a share: -0.03 is three points lost. 0 where it costs as much for each model FLOP."""
 
     @property
     def difference_s(self) -> float:
@@ -152,7 +152,7 @@ def one_gpu(run: Run, profile: Profile | str | None = None) -> Predicted:
     if p.autocast or p.master or p.parameter == p.compute or p.compute == "tf32":
         return base
     recipe = alone.recipe.model_copy(update={"precision": p.model_copy(update={"autocast": True})})
-    casting = predict(alone.model_copy(update={"recipe": recipe}), constants, scaling=False)
+    casting = predict(alone.model_copy(update={"recipe": recipe}), constants, scaling=False, intervals=False)
     roles = tuple(replace(role, memory=other.memory) for role, other in zip(base.report.roles, casting.roles, strict=True))
     return replace(base, report=replace(base.report, roles=roles),
                    note="One GPU runs the kernels of the run; its memory is that of torch.autocast, which it would use without FSDP.")
@@ -192,7 +192,10 @@ def _memory(report: StepReport) -> Memory:
 
 
 def _difference(label: str, base: Predicted, one: Predicted) -> Difference:
-    """Bars of both, those of `one` for as many tokens a GPU as `base` has."""
+    """Bars of both, those of `one` for as many tokens a GPU as `base` has.
+
+    MFU = 1 / (1 + Σ loss / ideal), so the difference of two is the sum over bars of (loss/ideal of A - loss/ideal of B) · MFU of A · MFU of B.
+    """
     before, after = base.bars, one.bars
     tokens = base.report.tokens_per_step / base.report.world_size
     scale = tokens / (one.report.tokens_per_step / one.report.world_size)
@@ -200,7 +203,7 @@ def _difference(label: str, base: Predicted, one: Predicted) -> Difference:
     bars = []
     for name in _in_order(list(old), list(new)):
         a, b = (table[name].seconds if name in table else 0.0 for table in (old, new))
-        points = 0.0 if name == IDEAL else a / before.step_s - b / after.step_s
+        points = (a / before.ideal_s - b / after.ideal_s) * before.mfu * after.mfu
         bars.append(BarDifference(name, meaning(name), a, scale * b, points))
     return Difference(label, tokens, scale, before.step_s, scale * after.step_s, before.mfu, after.mfu, tuple(bars))
 

@@ -46,7 +46,8 @@ class Resolved(NamedTuple):
     assumed: dict[str, str]
 
 
-CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes")
+CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes", "memory_bytes", "slow_rank",
+                 "link_factors")
 PLAN_WORDS = ("strategy", "dp", "bucket_mb")
 S = TypeVar("S", bound=Spec)
 
@@ -241,7 +242,17 @@ def _cluster(given: dict[str, Any], plan: Mapping[str, Any], recipe: Mapping[str
         gpus, why = _gpus_of_degrees(plan, recipe)
         assumed["cluster.gpus"] = f"{gpus} ({why})"
     cluster = catalog.cluster(gpus=gpus, gpu=gpu, name=name, gpus_per_node=given.get("gpus_per_node"), nodes=nodes)
-    changes: dict[str, Any] = {key: given[key] for key in ("host", "levels", "host_memory_bytes") if key in given}
+    return adjusted(cluster, given)
+
+
+ADJUSTED = ("host", "levels", "host_memory_bytes", "slow_rank", "link_factors")
+
+
+def adjusted(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
+    """A cluster of the catalogue with what was given of it besides."""
+    changes: dict[str, Any] = {key: given[key] for key in ADJUSTED if key in given}
+    if "memory_bytes" in given:
+        changes["accelerator"] = {**cluster.accelerator.model_dump(), "memory_bytes": given["memory_bytes"]}
     return _build(Cluster, {**cluster.model_dump(), **changes}) if changes else cluster
 
 
@@ -308,8 +319,10 @@ def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> P
     if shard is None:
         shard = dp // replicate
     given["dp_replicate"], given["dp_shard"] = replicate, shard
-    if given.get("sync_each_micro_batch") is None:
-        given["sync_each_micro_batch"] = given.get("zero", 0) in (2, 3)
+    for key, value in Plan.of_framework(str(given.get("framework", "pytorch")), given.get("zero", 0)).items():
+        if key == "bucket_bytes" and key not in given:
+            assumed["plan.bucket_bytes"] = "5e8 elements of 2 bytes (DeepSpeed's reduce_bucket_size)"
+        given.setdefault(key, value)
     if strategy is None and "zero" not in given and gpus > 1 and replicate == dp > 1 and not given.get("single_process"):
         assumed["plan.strategy"] = "ddp (default)"
     if default_dialect and gpus > 1:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from costmodel.program.ir import Block, Part, RankProgram, Tensor, fold
+from costmodel.program.ir import Block, Part, RankProgram, Tensor, expand, fold
 from costmodel.report import CATEGORIES, Peak
 
 INDEX = {category: i for i, category in enumerate(CATEGORIES)}
@@ -166,3 +166,35 @@ def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> M
     phases = {"init": _peak(init), "first step": _peak(first), "steady step": _peak(passes), "optimizer step": _peak(update)}
     states = {c: n for c, n in zip(CATEGORIES, steady.net, strict=True) if n}
     return MemoryReading(_peak(whole), phases, states, max(first.activations, steady.activations), pools)
+
+
+MOST_BLOCKS = 50_000
+"""Blocks that are walked one by one before the walk is given up."""
+
+
+def tensors_at_peak(program: RankProgram) -> dict[str, int]:
+    """Saved activations and temporaries that are live when a rank's memory is highest, by tensor name; bytes, the largest first.
+
+    Empty where the peak is not reached within MOST_BLOCKS blocks, or at rest.
+    """
+    peak = memory_of(program).peak
+    held = dict.fromkeys(CATEGORIES, 0)
+    live: dict[str, int] = {}
+
+    def add(tensors: tuple[Tensor, ...], sign: int) -> None:
+        for name, category, nbytes, _ in tensors:
+            held[category] += sign * nbytes
+            if category in ("activations", "temporaries"):
+                live[name] = live.get(name, 0) + sign * nbytes
+
+    add(program.persistent, 1)
+    for part in (program.first_step, program.step):
+        for i, block in enumerate(expand(part)):
+            if i == MOST_BLOCKS:
+                return {}
+            for op in block.ops:
+                add(op.allocs, 1)
+                if op.name in peak.moment and all(held[c] == peak.by_category.get(c, 0) for c in CATEGORIES):
+                    return dict(sorted(((name, n) for name, n in live.items() if n > 0), key=lambda item: -item[1]))
+                add(op.frees, -1)
+    return {}

@@ -154,7 +154,7 @@ def _groups(run: Run, axis: str, size: int, stride: int, count: int) -> Groups:
     for level in run.cluster.levels if size > 1 else ():
         within = _within(Groups(axis, size, stride, count, ()), level.domain)
         if within > below:
-            crosses.append(Crossing(level.name, level.kind, level.bytes_per_s, level.domain, within - below))
+            crosses.append(Crossing(level.name, level.kind, level.bytes_per_s * run.cluster.link_factor(level), level.domain, within - below))
             below = within
     return Groups(axis, size, stride, count, tuple(crosses))
 

@@ -3,29 +3,31 @@
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
-from costmodel.program.build import Program, build, single_builder
+from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
-from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
+from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
-from costmodel.spec import Plan, Run
-from costmodel.timing import pipeline_times, step_report
+from costmodel.spec import Plan, Recipe, Run
+from costmodel.spec.cluster import NETWORKS
+from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
 RISKY_SHARE = 0.90
 """Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
 
 
-def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = True) -> StepReport:
+def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = True, intervals: bool = False) -> StepReport:
     """Memory and time of one step of a run, from arithmetic alone.
 
     `profile` is a Profile, a name or path, or None for the shipped one of the run's accelerator and framework. `scaling` also
-    predicts one GPU of the same kind, for the efficiencies. Raises PlanError where something is not predicted yet.
+    predicts one GPU of the same kind, for the efficiencies; `intervals` says how far the uncertainty of the constants, where they
+    have any, moves the answer. Raises PlanError where something is not predicted yet.
     """
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     pipelined = run.plan.pp > 1
-    program = build_pipeline(run) if pipelined else build(run)
+    program = program_of(run)
     prices = RunPrices(run, constants)
     scan = Scan(prices)
     seen: dict[int, BlockCounts] = {}
@@ -36,10 +38,15 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
+    late: dict[int, float] = {}
+    if run.cluster.slow_rank > 1:
+        late = slow_rank_waits(run, constants, program, scan)
+        times = [waiting(time, max(late.values())) for time in times]
     memo: dict[int, reading.Reading] = {}
     sent = {key: _collectives(count, prices, scan) for key, count in {id(count): count for count in counts}.items()}
-    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, reading.memory_of(role, memo)), time, sent[id(count)])
-             for role, time, count in zip(program.roles, times, counts, strict=True)]
+    read = [reading.memory_of(role, memo) for role in program.roles]
+    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, m), time, sent[id(count)])
+             for role, m, time, count in zip(program.roles, read, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
     return StepReport(
@@ -47,7 +54,22 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
         scaling=_scaling(run, program, scan, prices.fixed, slowest.step_s) if scaling else None,
-        bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times)), basis=_basis(constants, run))
+        bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times), *_what_if(run, program, late)),
+        basis=_basis(constants, run), interval=_interval(run, constants, program, slowest, roles, read) if intervals else None)
+
+
+def _interval(run: Run, constants: Profile, program: Program, slowest: TimeReport, roles: list[RoleReport],
+              read: list[reading.MemoryReading]) -> dict[str, tuple[float, float]] | None:
+    """10% and 90% quantiles of the step's time, and of the memory that the fullest role reserves and holds."""
+    found: dict[str, tuple[float, float]] = {}
+    time = interval(time_log_sd(run, program, constants, slowest), slowest.step_s)
+    if time is not None:
+        found["step_s"] = time
+    fullest = max(range(len(roles)), key=lambda i: read[i].peak.total_bytes)
+    memory = roles[fullest].memory
+    if memory is not None and memory.reserved_bytes is not None:
+        found |= memory_intervals(run, constants, sum(read[fullest].pool_peaks), memory.outside)
+    return found or None
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------
@@ -135,7 +157,7 @@ def single_gpu(run: Run) -> Run:
 
 BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
                "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host: kernels are launched too slowly",
-               "contention": "contention of communication with compute"}
+               "contention": "contention of communication with compute", "slow rank": "one slow rank, for which the others wait"}
 
 
 def _bound_by(time: TimeReport | None) -> str:
@@ -175,12 +197,19 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
 
 def _unread(run: Run, strategy: Strategy) -> list[str]:
     """Fields set to something else than their default that change nothing in this run."""
-    p, plain = run.plan, {name: field.default for name, field in Plan.model_fields.items()}
-    alone = [name for name, axis in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if axis == 1]
-    unread = [f"plan.{name}" for name in (*alone, *(name for name in OPTIONAL if name not in strategy.reads)) if getattr(p, name) != plain[name]]
-    if run.recipe.grad_accum_fusion and strategy.name != "megatron":
-        unread.append("recipe.grad_accum_fusion")
-    return unread
+    m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
+    plain = {name: field.default for name, field in Plan.model_fields.items()}
+    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if degree == 1]
+    fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
+    chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
+    return fields + [field for field, unread in (
+        ("plan.checkpointing.group", c.group > 1 and c.mode != "full"),
+        ("plan.checkpointing.every", c.every > 1 and c.mode != "full"),
+        ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
+        ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
+        ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and not m.moe),
+        ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 
 def _uneven(run: Run, times: list[TimeReport]) -> list[str]:
@@ -193,6 +222,21 @@ def _uneven(run: Run, times: list[TimeReport]) -> list[str]:
         return []
     return [f"Pipeline rank {slowest} works {100 * (work[slowest] / mean - 1):.0f}% longer than the mean, and the others wait for it: give it fewer layers "
             "with plan.stage_layers."]
+
+
+def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
+    """What a slow rank costs, and where it costs most and least; links that are said to be slow and are not there."""
+    notes = []
+    if late:
+        most, least = max(late, key=late.__getitem__), min(late, key=late.__getitem__)
+        cost = f"One rank that computes {run.cluster.slow_rank:g} times slower makes every step {1e3 * late[most]:.3g} ms longer"
+        if late[most] > late[least] * 1.01:
+            names = [program.roles[i].role for i in (most, least)]
+            cost += f" where it is on {names[0]}, as is counted here; on {names[1]}, {1e3 * late[least]:.3g} ms"
+        notes.append(f"{cost}.")
+    here = {name for level in run.cluster.levels for name in (level.name, level.kind, "inter" if level.kind in NETWORKS else "intra")}
+    notes += [f"cluster.link_factors: this run has no {name} link." for name in run.cluster.link_factors if name not in here]
+    return notes
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:

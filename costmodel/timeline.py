@@ -17,7 +17,7 @@ from costmodel.program.schedule import BACKWARD, Slot, micro_class, rank_order
 from costmodel.program.stages import PipelineRank, build_pipeline
 from costmodel.simulate import BLOCKING, CHUNK, COMPUTE_KINDS, ISSUE, SIDE, WAIT, Clocks, Compiled, Scan, run_block, step_time
 from costmodel.spec import PlanError, Run
-from costmodel.timing import paced, tail_of
+from costmodel.timing import finished, tail_of
 
 SliceKind = Literal["unit", "matmul", "attention", "memory", "host", "collective", "side", "wait"]
 COMPUTE, HOST = "compute", "host"
@@ -65,7 +65,7 @@ class Timeline:
     role: str
     spans: tuple[Span, ...]
     busy_s: float
-    """When all streams are done. The step takes this, the wait for the slowest rank and the fixed cost."""
+    """When all streams are done. The step takes this, the waits for the slowest rank and for a slow one, and the fixed cost."""
     first_layers: dict[int, int]
     """The first layer of each stage."""
     roles: int
@@ -127,30 +127,28 @@ def _walk(step: Seq, micro_batches: int, clocks: Clocks, scan: Scan) -> Iterator
 def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan: Scan, name: str, role: int) -> Timeline:
     """Spans of a pipeline rank: its slots where the schedule puts them, each begun with idle streams, and what surrounds them."""
     p, m = run.plan, run.micro_batches
-    seconds: dict[int, float] = {}
+    seconds: dict[int, tuple[float, float]] = {}
 
-    def priced(part: Part) -> float:
+    def priced(_: int, part: Part) -> tuple[float, float]:
         if id(part) not in seconds:
-            seconds[id(part)] = step_time(part, prices, scan=scan, drain=False).compute
+            clocks = step_time(part, prices, scan=scan, drain=False)
+            seconds[id(part)] = clocks.compute, tail_of(clocks)[0]
         return seconds[id(part)]
 
-    free, ends = paced(run, ranks, prices, priced)
-    tails = [tail_of(step_time(r.part(r.last), prices, scan=scan, drain=False))[0] for r in ranks]
-    done, mine = max(*free, *(end + tail for end, tail in zip(free, tails, strict=True))), ranks[role]
-    ahead = priced(mine.before)
+    end, mine = finished(run, ranks, prices, priced), ranks[role]
+    ahead = priced(role, mine.before)[0]
     spans = [Span("begin", _phase(mine.before), 0.0, ahead, -1, -1, mine.before, Clocks())]
     for kind, stage, micro in rank_order(p.schedule, p.pp, p.virtual_stages, m, role):
         part = mine.part(Slot(kind, stage, micro_class(micro, m)))
-        end = ahead + ends[(stage * 2 + (kind == BACKWARD)) * m + micro]
+        until = ahead + end.actions[(stage * 2 + (kind == BACKWARD)) * m + micro]
         word = "backward" if kind == BACKWARD else "forward"
-        start = end - priced(part)
-        spans.append(Span(f"{word} {micro}", word, start, end, stage, micro, part, Clocks(), start))
-    after = priced(mine.after)
-    around = max(priced(r.before) + priced(r.after) for r in ranks)
-    spans.append(Span("update", "optimizer", ahead + done, ahead + done + after, -1, -1, mine.after, Clocks(), ahead + done))
+        start = until - priced(role, part)[0]
+        spans.append(Span(f"{word} {micro}", word, start, until, stage, micro, part, Clocks(), start))
+    update = ahead + end.done
+    spans.append(Span("update", "optimizer", update, update + priced(role, mine.after)[0], -1, -1, mine.after, Clocks(), update))
     layers = {stage: builder.layers for r in ranks for stage, builder in r.builders.items()}
     first = {stage: sum(layers[s] for s in range(stage)) for stage in layers}
-    return Timeline(name, tuple(spans), done + around, first, p.pp, scan)
+    return Timeline(name, tuple(spans), end.done + end.around, first, p.pp, scan)
 
 
 # -- the slices of a span ----------------------------------------------------------------------------------------------------

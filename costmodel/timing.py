@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
+from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
 from costmodel.program.ir import BlockCounts, Part, block_counts
@@ -13,6 +16,8 @@ from costmodel.simulate import Clocks, Scan, step_time
 from costmodel.spec import Run
 
 Parts = dict[str, float]
+SLOW_TRIED = 16
+"""Pipeline ranks of which each is tried as the slow one."""
 
 
 def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
@@ -84,17 +89,52 @@ def tail_of(clocks: Clocks) -> tuple[float, str]:
     return max(((end - clocks.compute, axis) for axis, end in clocks.streams.items() if axis != "pp"), default=(0.0, ""))
 
 
-def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[Part], float]) -> tuple[list[float], list[float]]:
-    """The schedule of a run's micro-batches, given the seconds of a slot: when each rank is done, and the end of every action by its index."""
+def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[int, Part], float]) -> tuple[list[float], list[float]]:
+    """The schedule of a run's micro-batches, given the seconds of a slot on a rank: when each rank is done, and the end of every action by its index."""
     p, m = run.plan, run.micro_batches
     stages = p.pp * p.virtual_stages
     durations: dict[str, list[float]] = {}
     for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [seconds(ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
+        durations[name] = [seconds(s % p.pp, ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
     return pace(linear_order(p.schedule, p.pp, p.virtual_stages, m), p.pp, m, middle, first, last, transfer)
+
+
+class Finished(NamedTuple):
+    """When things end in a pipelined step, counted from the first micro-batch."""
+
+    ranks: list[float]
+    """Each rank's last action."""
+    actions: list[float]
+    """Every action, by its index in the schedule."""
+    done: float
+    """All of it, and what it left in flight."""
+    around: float
+    """Seconds of what comes before and after."""
+
+
+def finished(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, slot: Callable[[int, Part], tuple[float, float]]) -> Finished:
+    """The ends of a step, given (seconds, tail) of a part on a rank."""
+    ends, actions = paced(run, ranks, prices, lambda rank, part: slot(rank, part)[0])
+    done = max(*ends, *(end + slot(r, rank.part(rank.last))[1] for r, (end, rank) in enumerate(zip(ends, ranks, strict=True))))
+    return Finished(ends, actions, done, max(slot(r, rank.before)[0] + slot(r, rank.after)[0] for r, rank in enumerate(ranks)))
+
+
+def pipeline_seconds(run: Run, program: Program, prices: RunPrices, scan: Scan) -> float:
+    """Seconds of a pipelined step as `pipeline_times` has them, and nothing else; stragglers and fixed time left out."""
+    slots: dict[int, tuple[float, float]] = {}
+
+    def priced(_: int, part: Part) -> tuple[float, float]:
+        known = slots.get(id(part))
+        if known is None:
+            clocks = step_time(part, prices, scan=scan, drain=False)
+            known = slots[id(part)] = clocks.compute, tail_of(clocks)[0]
+        return known
+
+    end = finished(run, program.pipeline, prices, priced)
+    return end.done + end.around
 
 
 def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, seen: dict[int, BlockCounts]) -> list[TimeReport]:
@@ -112,11 +152,9 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             slots[id(part)] = _Slot(part, prices, scan, seen)
         return slots[id(part)]
 
-    ends = paced(run, ranks, prices, lambda part: priced(part).seconds)[0]
+    ends, _, done, around = finished(run, ranks, prices, lambda _, part: (priced(part).seconds, priced(part).tail))
     drained = max(ends)
     final = [priced(rank.part(rank.last)) for rank in ranks]
-    done = max(drained, *(end + slot.tail for end, slot in zip(ends, final, strict=True)))
-    around = max(priced(r.before).seconds + priced(r.after).seconds for r in ranks)
     reports: dict[tuple[int, float], TimeReport] = {}
     out: list[TimeReport] = []
     for rank, end, left in zip(ranks, ends, final, strict=True):
@@ -141,3 +179,40 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, se
             reports[alike] = _report(run, prices, done + around, parts, phases, comm, exposed, flops, host, done + around - worked)
         out.append(reports[alike])
     return out
+
+
+def slow_rank_waits(run: Run, profile: Profile, program: Program, scan: Scan) -> dict[int, float]:
+    """Seconds by which a step is longer where the slow rank (cluster.slow_rank) is one of the i-th role.
+
+    Its kernels take longer, its communication does not; every other rank waits for it in the collectives of the step, so the whole job goes
+    at its pace. In a pipeline the schedule runs with that rank's slots stretched: what falls into its bubble costs nothing. Of more than
+    SLOW_TRIED pipeline ranks the first, the last and some between are tried.
+    """
+    slow = Scan(RunPrices(run, profile, run.cluster.slow_rank))
+    if run.plan.pp == 1:
+        base = max(step_time(role.step, scan.prices, scan=scan).compute for role in program.roles)
+        return {i: max(0.0, step_time(role.step, slow.prices, scan=slow).compute - base) for i, role in enumerate(program.roles)}
+    ranks: tuple[PipelineRank, ...] = program.pipeline
+    seen: dict[int, BlockCounts] = {}
+    slots: dict[tuple[bool, int], _Slot] = {}
+    prices = RunPrices(run, profile)
+
+    def priced(part: Part, slower: bool) -> tuple[float, float]:
+        key = slower, id(part)
+        if key not in slots:
+            slots[key] = _Slot(part, prices, slow if slower else scan, seen)
+        return slots[key].seconds, slots[key].tail
+
+    def total(at: int) -> float:
+        end = finished(run, ranks, prices, lambda rank, part: priced(part, rank == at))
+        return end.done + end.around
+
+    p = run.plan.pp
+    tried = range(p) if p <= SLOW_TRIED else sorted({0, 1, p - 2, p - 1, *range(0, p, -(-p // SLOW_TRIED))})
+    base = total(-1)
+    return {r: max(0.0, total(r) - base) for r in tried}
+
+
+def waiting(time: TimeReport, seconds: float) -> TimeReport:
+    """A rank's time where it also waits so long for the slow rank."""
+    return replace(time, step_s=time.step_s + seconds, phases={**time.phases, "slow rank": seconds}, breakdown={**time.breakdown, "slow rank": seconds})

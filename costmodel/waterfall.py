@@ -30,6 +30,7 @@ MEANINGS = {
     "uneven ranks": "waiting for the rank with more work, and for transfers",
     "optimizer": "the update, clipping included",
     "stragglers": "the slowest of many ranks",
+    "slow rank": "waiting for the rank that computes slower (cluster.slow_rank)",
     "fixed": "outside the kernels of a step: data, logging",
     UNEXPLAINED: "measured, less what is predicted"}
 """Every bar, in order; communication that compute waits for stands before contention, by axis."""
@@ -80,7 +81,7 @@ def waterfall(run: Run, report: StepReport, profile: Profile | str | None = None
     """The bars of a predicted step, and of a measured one with what the prediction leaves unexplained.
 
     `profile` tells the sustained matmul rate; None takes the shipped one. Raises PlanError where the report has no times or peak, or the
-    measured step is not positive.
+    measured step is not positive, or beyond the peak.
     """
     if measured_s is not None and not measured_s > 0:
         raise PlanError("measured", measured_s, "a step takes more than 0 seconds.", "Use measured = 2.84s.")
@@ -90,6 +91,9 @@ def waterfall(run: Run, report: StepReport, profile: Profile | str | None = None
         parts[UNEXPLAINED] = measured_s - predicted
     step = predicted if measured_s is None else measured_s
     ideal, gone = parts[IDEAL], 0.0
+    if measured_s is not None and ideal > measured_s:
+        raise PlanError("measured", f"{measured_s:g} s", f"that is {100 * ideal / measured_s:.0f}% of the peak of {run.cluster.accelerator.name}, and no step "
+                        "is above 100%.", "Check the GPU, the precision, and that the tokens are those of one step of all ranks.")
     bars = []
     for name, seconds in parts.items():
         gone += 0.0 if name == IDEAL else seconds
@@ -129,7 +133,7 @@ def seconds_by_cause(run: Run, report: StepReport, profile: Profile | str | None
            "attention kernel": mean.pop("attention", 0.0) - attention / peak, "attention counted": (matmul + attention) / peak - ideal}
     exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EMBEDDING_AXIS)]
     mean |= {"bubble": scheduled, "uneven ranks": idle - scheduled + step - _over_ranks(timed, [t.step_s for _, t in timed])}
-    names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "fixed"]
+    names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "slow rank", "fixed"]
     out |= {name: mean.get(name, 0.0) for name in names}
     assert set(mean) <= set(names), f"parts of the step without a bar: {set(mean) - set(names)}"
     negligible = 1e-12 * step

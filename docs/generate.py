@@ -1,20 +1,22 @@
-"""Write what the pages take from the code: the tables of docs/run.md, docs/report.md and docs/support.md, the example of README.md.
+"""Write what the pages take from the code: the tables of docs/run.md, docs/report.md and docs/support.md, the outputs of README.md, docs/explain.md
+and docs/questions.md.
 
     python docs/generate.py
 
 A table stands between `<!-- table: Name -->` and `<!-- end -->`, a command's output between `<!-- output: arguments -->` and
-`<!-- end -->`, what support_table.py says between `<!-- support: name -->` and `<!-- end -->`; the text around them is written by hand.
-A test holds that the files are what this writes.
+`<!-- end -->`, what support_table.py says between `<!-- support: name -->` and `<!-- end -->`; the text around them is written by hand. A test
+holds that the files are what this writes.
+
+`<!-- output: arguments :: VERDICT :: MEMORY > A, activations -->` shows parts of a long output: the paragraphs that begin with these words, and of MEMORY
+only its first line and the lines that begin with `A` or `activations`.
 """
 
 import ast
 import dataclasses
 import inspect
 import itertools
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,16 +88,48 @@ MEANINGS = {
     "Record.run": "What was performed, every field (docs/run.md).", "Record.outcome": "How it ended.",
     "Outcome.message": "What was said then, one line.", "Environment.host": "Name of the host.",
     "StepReport.basis": "How sure each kind of figure is: `exact`, `modelled`, `fitted` or `guess`.",
+    "Waterfall.predicted_s": "Seconds of the predicted step.", "Waterfall.measured_s": "What `--measured` gave; null without it.",
+    "Waterfall.peak_flops_per_s": "Dense peak of the compute dtype of one GPU.", "Waterfall.bars": "The bars, in order.",
+    "Bar.name": "Its name.", "Bar.meaning": "What it is, in words.",
+    "Comparison.entries": "The runs; the first is the base.", "Comparison.notes": "What a reader of the figures should know.",
+    "Entry.name": "File, flags, or `one GPU`.", "Entry.gpus": "World size.", "Entry.nodes": "Nodes.", "Entry.params": "Parameters of the model.",
+    "Entry.tokens_per_step": "Tokens of a step over all ranks.", "Entry.step_s": "Seconds of a step.", "Entry.tokens_per_s": "Of the job.",
+    "Entry.tokens_per_s_per_gpu": "Of each GPU.", "Entry.mfu": "Model FLOPs per second over the peak.", "Entry.hfu": "With recompute.",
+    "Entry.memory": "Of the fullest rank.",
+    "Memory.role": "The role that peaks highest.", "Memory.allocated": "Live tensors at the peak.", "Memory.reserved": "What the allocator holds.",
+    "Memory.device": "What nvidia-smi shows.", "Memory.capacity": "What the device offers.", "Memory.verdict": "Of the run: its worst role.",
+    "Difference.label": "The run that is compared with A.", "Difference.before_s": "Seconds of a step of A.",
+    "Difference.after_s": "Seconds of this run for as many tokens a GPU.", "Difference.mfu_before": "MFU of A.", "Difference.mfu_after": "MFU of this run.",
+    "Difference.bars": "The bars of both.", "BarDifference.name": "Name of the bar.", "BarDifference.meaning": "What it is, in words.",
+    "Explanation.role": "Name of the role.", "Explanation.ranks": "How many ranks play it.", "Explanation.example_rank": "One of them.",
+    "Explanation.model_params": "Parameters of the model.", "Explanation.holdings": "What it holds, by kind of tensor.",
+    "Explanation.pipeline": "Stages; null without a pipeline.",
+    "Axis.name": "Axis of the mesh.", "Axis.degree": "Its ranks.", "Axis.stride": "How far apart they are in the rank order.",
+    "Axis.communication_s": "Seconds of its communication, hidden or not.", "Axis.exposed_s": "Seconds of it that compute waits for.",
+    "Movement.collective": "all-gather, reduce-scatter, all-reduce, broadcast, send, …", "Movement.axis": "Axis of the mesh.",
+    "Movement.phase": "Part of the step.", "Movement.count": "How many in a step.", "Movement.dtype": "dtype on the wire.",
+    "Term.name": "What it is.", "Term.category": "Category of memory.", "Term.dtype": "Its dtype.",
+    "LayerSplit.tp": "Ranks of the group.", "LayerSplit.sequence_parallel": "Tokens between the matmuls are split too.",
+    "LayerSplit.weights": "Weights of embedding, layer and head.", "LayerSplit.heads": "Query heads of a rank.",
+    "WeightCut.name": "The weight.", "WeightCut.shape": "Its shape.", "WeightCut.local": "The part on one rank.",
+    "Fall.phase": "forward or backward.", "Fall.collective": "Its kind.", "Fall.message_bytes": "Message, each.",
+    "Pipeline.schedule": "Order of the micro-batches.", "Pipeline.micro_batches": "Of a step.", "Pipeline.stages": "In order of the model.",
+    "StageHeld.stage": "Its number.", "StageHeld.first_layer": "Its first layer.", "StageHeld.layers": "How many.",
+    "StageHeld.embedding": "Holds the embedding.", "StageHeld.head": "Holds the last norm and the head.",
+    "Weight.key": "Key in the profile.", "Weight.value": "Its value.", "Weight.unit": "Its unit.", "Weight.basis": "How it was found.",
+    "Weight.source": "From what.",
 }
 """What a field means, where the type itself does not say it."""
 
 
 def types() -> dict[str, type]:
     """The described types by name."""
-    from costmodel import records, report, spec
-    found = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
+    from costmodel import comparison, explain, records, report, spec, waterfall
+    found: list[type] = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
              spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.Peak, report.TimeReport, report.Collective,
-             report.Scaling, records.Record, records.Outcome, records.Environment]
+             report.Scaling, waterfall.Waterfall, waterfall.Bar, comparison.Comparison, comparison.Entry, comparison.Memory, comparison.Difference,
+             comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term, explain.LayerSplit,
+             explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight, records.Record, records.Outcome, records.Environment]
     return {kind.__name__: kind for kind in found}
 
 
@@ -160,11 +194,32 @@ def table(kind: type) -> str:
     return "\n".join(lines)
 
 
+DOES_NOT_FIT = 3
+"""Exit code of an answer that is an answer all the same."""
+
+
 def output(arguments: str) -> str:
-    """What `costmodel ARGUMENTS` prints on 80 columns."""
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(DOCS.parent)}
-    done = subprocess.run([sys.executable, "-m", "costmodel", *shlex.split(arguments)], capture_output=True, text=True, check=True, env=environment)
-    return f"```text\n{done.stdout.rstrip()}\n```"
+    """What `costmodel ARGUMENTS` prints on 80 columns, or the parts of it that are named."""
+    from typer.testing import CliRunner
+
+    from costmodel.cli.app import app
+    command, *parts = arguments.split(" :: ")
+    done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "80"})
+    if done.exit_code not in (0, DOES_NOT_FIT):
+        raise SystemExit(f"costmodel {command}: {done.stderr}")
+    text = "\n\n".join(excerpt(done.stdout, part) for part in parts) if parts else done.stdout.rstrip()
+    return f"```text\n{text}\n```"
+
+
+def excerpt(text: str, part: str) -> str:
+    """The paragraph of an output that begins with some words; with ` > a, b` of its lines the first and those that begin with a or b."""
+    words, _, rows = part.partition(" > ")
+    paragraph = next((p for p in text.rstrip().split("\n\n") if p.strip().startswith(words)), None)
+    if paragraph is None:
+        raise SystemExit(f"no paragraph begins with {words!r}")
+    first, *lines = paragraph.splitlines()
+    wanted = tuple(f"{row.strip()} " for row in rows.split(",")) if rows else ("",)
+    return "\n".join([first, *(line for line in lines if f"{line.strip()} ".startswith(wanted))])
 
 
 def filled(text: str) -> str:
@@ -178,7 +233,7 @@ def filled(text: str) -> str:
     return re.sub(r"(<!-- output: (.*?) -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{output(m[2])}\n{m[3]}", text, flags=re.DOTALL)
 
 
-PAGES = ("docs/run.md", "docs/report.md", "docs/support.md", "README.md")
+PAGES = ("docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md")
 
 if __name__ == "__main__":
     for page in PAGES:

@@ -12,14 +12,15 @@ import pytest
 from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/support.md", "docs/executing.md")
+TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/fit.md", "docs/questions.md",
+         "docs/support.md", "docs/executing.md")
 
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/support.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/run.md", "docs/report.md", "docs/support.md", "docs/explain.md", "docs/fit.md", "docs/questions.md", "README.md"])
 def test_tables_and_outputs_are_the_codes(page: str) -> None:
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec
@@ -28,6 +29,14 @@ def test_tables_and_outputs_are_the_codes(page: str) -> None:
     spec.loader.exec_module(generate)
     text = read(page)
     assert generate.filled(text) == text, "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("name", ["docs/questions.md", "docs/fit.md"])
+def test_an_answer_is_that_of_the_command_above_it(name: str) -> None:
+    page = read(name)
+    shown = re.findall(r"```sh\ncostmodel ([^\n]*)\n```\n+<!-- output: (.*?)(?: :: .*?)? -->", page)
+    assert len(shown) == page.count("<!-- output: ")
+    assert all(command == answered for command, answered in shown)
 
 
 def test_the_example_of_run_md_is_a_run() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[frozenset[str], ...] = tuple(frozenset(names.split()) for names in (
-    "spec atomic", "report", "catalog", "inputs program", "changes cost memory", "simulate mesh", "timing", "prediction timeline", "waterfall solve", "advice",
-    "comparison explain oom records formats", "render", "cli"))
+    "spec atomic", "report", "catalog", "inputs program", "changes cost memory", "simulate mesh", "timing", "repricing", "prediction timeline",
+    "waterfall solve", "advice", "comparison explain oom records formats", "render", "cli"))
 """Lowest first; rooms of one floor do not import one another."""
 SHARED_CLI = ("cli.options", "cli.files", "cli.guard")
 """Pieces of the command line that every command with a run uses: they know no prediction."""
@@ -84,6 +84,18 @@ def test_execute_uses_no_prediction(path: Path) -> None:
     explains = module_name(path) == "execute.lab"
     allowed = {*EXECUTE_MAY_USE, *(["prediction"] if module_name(path) in EXECUTE_COMPARES else []), *(["explain"] if explains else [])}
     assert rooms_used(path) <= allowed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "calibrate").rglob("*.py")), ids=module_name)
+def test_calibrate_uses_execute_only_to_measure_and_scipy_is_only_there(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imports(path)}
+    measures = module_name(path) in ("calibrate.cli", "calibrate.probe.run")
+    assert tops.isdisjoint({"textual", "tui", "benchmarks", *(() if measures else ("execute",))})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "execute").rglob("*.py")), ids=module_name)
+def test_execute_knows_nothing_of_calibrate(path: Path) -> None:
+    assert {name.partition(".")[0] for name in imports(path)}.isdisjoint({"calibrate", "scipy"})
 
 
 def loaded_by(code: str) -> set[str]:

@@ -50,6 +50,8 @@ class Row:
     seconds_per_token: float | None = None
     """Measured GPU-seconds per token, which compares steps of different size."""
     predicted_per_token: float | None = None
+    interval: tuple[float, float] | None = None
+    """10% and 90% quantiles of the predicted step time, seconds."""
 
     def figure(self, kind: str) -> Pair | None:
         return next((pair for pair in self.pairs if pair.kind == kind), None)
@@ -90,6 +92,7 @@ def score(record: Mapping[str, Any], rules: Rules) -> Row:
 def _fill(row: Row, reading: Reading, report: StepReport) -> None:
     row.run, row.assumed = reading.run, reading.assumed
     row.oom_predicted, row.risky = report.verdict == "does not fit", report.verdict == "risky"
+    row.interval = (report.interval or {}).get("step_s")
     measured, tokens, gpus = row.measured, reading.run.tokens_per_step, report.world_size
     step = measured.get("step_time_s")
     if step is None and measured.get("tokens_per_s_per_gpu"):
@@ -145,13 +148,13 @@ def memory_of(role: RoleReport, kind: str) -> float | None:
 
 
 def line(row: Row) -> dict[str, Any]:
-    """A row as a line of --rows. Low and high stay null until profiles carry their uncertainty."""
+    """A row as a line of --rows; low and high are the 10% and 90% quantiles of the predicted time."""
     time, kind = row.figure("time"), row.measured.get("mem_kind")
     memory = row.figure(str(kind)) if kind else None
     oom = row.measured.get("oom")
     return {
         "id": row.id, "source": row.source, "quality": row.quality, "refused": row.refused,
         "step_time_s": {"predicted": time.predicted if time else None, "measured": time.measured if time else row.measured.get("step_time_s"),
-                        "low": None, "high": None},
+                        "low": row.interval[0] if row.interval else None, "high": row.interval[1] if row.interval else None},
         "memory_gib": {"predicted": memory.predicted if memory else None, "measured": row.measured.get("peak_mem_gib"), "mem_kind": kind},
         "oom": {"predicted": row.oom_predicted, "measured": oom}}

@@ -118,6 +118,8 @@ def verdicts(rows: Iterable[Row]) -> dict[str, int]:
 
 BATCH = {"micro_batch", "grad_accum", "global_batch", "loss_chunks"}
 DATA_PARALLEL = {"dp_replicate", "dp_shard"}
+FRAMEWORK_S = {"sync_each_micro_batch", "bucket_bytes"}
+"""What follows from framework and ZeRO stage where it is not given."""
 SETTINGS: dict[str, tuple[set[str], set[str]]] = {
     "sequence": ({"seq_len"}, BATCH | {"position_rows"}),
     "gpus": ({"gpus"}, BATCH | DATA_PARALLEL | {"levels", "gpus_per_node", "reshard_after_forward"}),
@@ -127,7 +129,7 @@ SETTINGS: dict[str, tuple[set[str], set[str]]] = {
     "context parallel": ({"cp"}, DATA_PARALLEL | {"grad_accum", "cp_kind"}),
     "micro-batch": ({"micro_batch"}, {"grad_accum", "loss_chunks"}),
     "global batch": ({"global_batch"}, {"grad_accum"}),
-    "strategy": ({"zero"}, DATA_PARALLEL | {"framework", "sync_each_micro_batch", "reshard_after_forward"}),
+    "strategy": ({"zero"}, DATA_PARALLEL | FRAMEWORK_S | {"framework", "reshard_after_forward"}),
     "checkpointing": ({"checkpointing.mode", "checkpointing.every", "checkpointing.group", "checkpointing.ops"}, set()),
     "precision": ({"precision.compute", "precision.fp8_recipe"}, {"precision.name", "precision.parameter", "precision.gradient", "precision.reduce"}),
     "optimizer": ({"optimizer.name", "optimizer.implementation"}, {"optimizer.weight_decay"}),
@@ -191,7 +193,7 @@ class Regret:
 
 FREE = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "zero", "framework", "schedule", "virtual_stages", "stage_layers", "sequence_parallel",
         "loss_parallel", "tp_overlap", "micro_batch", "grad_accum", "loss_chunks", "checkpointing.mode", "checkpointing.every", "checkpointing.group",
-        "checkpointing.ops", "reshard_after_forward", "sync_each_micro_batch", "cp_kind", "model"}
+        "checkpointing.ops", "reshard_after_forward", "cp_kind", "model"} | FRAMEWORK_S
 """What a plan may choose; the model's padding follows tp."""
 
 

@@ -2,7 +2,10 @@
 
 The shipped constants lie in three kinds of file, merged for one Run: the hardware file of its accelerator (with the
 links its topology has), the software file of its framework, and the host constants of its machine. Every constant is a
-table `{value, unit, log_sd, basis, source}`; nested tables make dotted keys such as "matmul.bf16.peak_share".
+table `{value, unit, log_sd, basis, source}`, with `date` and `versions` where it was measured; nested tables make dotted keys such as
+"matmul.bf16.peak_share". A file's name in the tree is the constant's place: "hardware.h100_sxm", "links.shm", "software.pytorch",
+"hosts.cpu". A file of one's own may give constants as they apply to every run, or under the place they replace: one file then
+holds several machines, and a run takes what it would have taken from the shipped file of that place.
 """
 
 import math
@@ -34,6 +37,17 @@ class Constant(NamedTuple):
     log_sd: float
     source: str
     basis: ConstantBasis
+    date: str = ""
+    """When it was measured or fitted, ISO 8601."""
+    versions: str = ""
+    """Of what it was measured with: "torch 2.13.0"."""
+    place: str = ""
+    """The shipped file that gives it, such as "hardware.h100_sxm"."""
+
+
+PLACES = ("hardware", "links", "software", "hosts")
+GIVEN = ("value", "unit", "log_sd", "source", "basis", "date", "versions")
+"""What a table of a file may hold."""
 
 
 class MissingConstantError(KeyError):
@@ -104,15 +118,13 @@ def load_profile(run: HasHardware, name: str | None = None) -> Profile:
 
     name: None takes the shipped constants of the Run's accelerator and framework; a shipped name ("h100_sxm") takes
     that hardware's; a path to a .toml file puts its constants on top of the shipped ones. Such a file may give a
-    table like the shipped files do, or a bare number, which keeps the shipped unit and source.
+    table like the shipped files do, or a bare number, which keeps the shipped unit and source; under a place
+    ([hardware.h100_sxm.matmul]) it applies to the runs that take the constant from there.
     """
     if name is None or not name.endswith(".toml"):
         return _shipped(run, name)
     base = _shipped(run, None)
-    path = Path(name)
-    if not path.is_file():
-        raise PlanError("profile", name, "there is no such file.", f"Use a path to a .toml file, or one of {', '.join(list_profiles())}.")
-    return _override(base, path)
+    return _override(base, Path(name))
 
 
 def hardware_name(accelerator: Accelerator) -> str:
@@ -172,7 +184,7 @@ def _links(generation: str, kinds: tuple[str, ...]) -> dict[str, Constant]:
     for kind in kinds:
         stems = (f"{kind}_{generation}", f"{kind}_{generation.partition('_')[0]}", kind)
         file = next(s for s in stems if s == kind or (DATA / "links" / f"{s}.toml").is_file())
-        merged |= {f"link.{kind}.{key}": _constant(table) for key, table in common.items()}
+        merged |= {f"link.{kind}.{key}": _constant(table, "links.all") for key, table in common.items()}
         merged |= _constants(f"links/{file}.toml")
     return merged
 
@@ -181,7 +193,7 @@ def _host(kind: str) -> Constant:
     hosts = _read("hosts.toml")
     if kind not in hosts:
         raise PlanError("cluster.host", kind, "no constants are known for this kind of host.", f"Use {' or '.join(sorted(hosts))}.")
-    return _constant(hosts[kind]["multiplier"])
+    return _constant(hosts[kind]["multiplier"], f"hosts.{kind}")
 
 
 @cache
@@ -191,7 +203,8 @@ def _read(file: str) -> dict[str, Any]:
 
 @cache
 def _constants(file: str) -> dict[str, Constant]:
-    return {key: _constant(table) for key, table in _flat(_read(file))}
+    place = file.removesuffix(".toml").replace("/", ".")
+    return {key: _constant(table, place) for key, table in _flat(_read(file))}
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -204,21 +217,33 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict
                 yield from _flat(item, f"{prefix}{key}.")
 
 
-def _constant(table: Mapping[str, Any]) -> Constant:
-    return Constant(float(table["value"]), table["unit"], float(table["log_sd"]), table["source"], table["basis"])
+def _constant(table: Mapping[str, Any], place: str) -> Constant:
+    return Constant(float(table["value"]), table["unit"], float(table["log_sd"]), table["source"], table["basis"], table.get("date", ""),
+                    table.get("versions", ""), place)
+
+
+@cache
+def constants_at(place: str) -> Mapping[str, Constant]:
+    """The constants that the shipped file of a place gives; none where there is no such file."""
+    room, _, name = place.partition(".")
+    if room == "hosts":
+        return {"host.multiplier": _host(name)} if name in _read("hosts.toml") else {}
+    if place == "links.all":
+        common = _read("links/all.toml")["all"]
+        kinds = dict.fromkeys(p.stem.partition("_")[0] for p in sorted((DATA / "links").glob("*.toml")) if p.stem != "all")
+        return {f"link.{kind}.{key}": _constant(table, place) for kind in kinds for key, table in common.items()}
+    return _constants(f"{room}/{name}.toml") if room in PLACES and (DATA / room / f"{name}.toml").is_file() else {}
 
 
 def _override(base: Profile, path: Path) -> Profile:
     """Constants of a user's file on top of the shipped ones; every mistake names its key."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise PlanError("profile", path, "the file is not UTF-8 text.", "Save it as UTF-8.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
+    data = _parsed(path)
     label = data.pop("name", path.stem)
     new: dict[str, Constant] = {}
-    for key, item in _entries(data):
+    for place, key, constant in _placed(data, path):
+        if key in base.constants and base.constants[key].place == place:
+            new[key] = constant
+    for key, item in _entries({k: v for k, v in data.items() if k not in PLACES}):
         shipped = base.constants.get(key)
         if shipped is None:
             near = get_close_matches(key, base.constants, n=2)
@@ -226,6 +251,45 @@ def _override(base: Profile, path: Path) -> Profile:
                             f"Use {' or '.join(near)}." if near else "Remove it.")
         new[key] = _checked(key, item, shipped, path)
     return base.replace(new, f"{label} over {base.name}")
+
+
+def file_constants(path: Path) -> dict[tuple[str, str], Constant]:
+    """(place, key) -> constant of a user's file; the place is empty for what it gives to every run. Raises PlanError."""
+    data = _parsed(path)
+    data.pop("name", None)
+    found = {(place, key): constant for place, key, constant in _placed(data, path)}
+    for key, item in _entries({k: v for k, v in data.items() if k not in PLACES}):
+        found["", key] = _checked(key, item, Constant(0.0, item.get("unit", ""), 0.0, path.name, "assumed"), path)
+    return found
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError("profile", path, "there is no such file.", f"Use a path to a .toml file, or one of {', '.join(list_profiles())}.") from None
+    except UnicodeDecodeError:
+        raise PlanError("profile", path, "the file is not UTF-8 text.", "Save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
+
+
+def _placed(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str, Constant]]:
+    """(place, key, constant) of all that a file gives under places."""
+    for room in PLACES:
+        files = data.get(room, {})
+        for name, tables in files.items() if isinstance(files, dict) else ():
+            place = f"{room}.{name}"
+            shipped = constants_at(place)
+            if not shipped:
+                raise PlanError("profile", place, f"{path.name} gives constants for it, and no shipped file has that name.",
+                                "Use a place such as hardware.h100_sxm, software.pytorch, links.shm or hosts.cpu.")
+            for key, item in _entries(tables if isinstance(tables, dict) else {}):
+                if key not in shipped:
+                    near = get_close_matches(key, shipped, n=2)
+                    raise PlanError("profile", f"{place}: {key}", f"{path.name} sets a constant that {place} does not have.",
+                                    f"Use {' or '.join(near)}." if near else "Remove it.")
+                yield place, key, _checked(key, item, shipped[key], path)
 
 
 def _entries(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -237,9 +301,9 @@ def _entries(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, d
 
 
 def _checked(key: str, table: Mapping[str, Any], shipped: Constant, path: Path) -> Constant:
-    unknown = set(table) - set(Constant._fields)
+    unknown = set(table) - set(GIVEN)
     if unknown:
-        raise PlanError("profile", f"{key}.{sorted(unknown)[0]}", "a constant has value, unit, log_sd, source and basis.", "Remove it.")
+        raise PlanError("profile", f"{key}.{sorted(unknown)[0]}", f"a constant has {', '.join(GIVEN[:-1])} and {GIVEN[-1]}.", "Remove it.")
     for field in ("value", "log_sd"):
         number = table.get(field, 0.0)
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
@@ -253,4 +317,4 @@ def _checked(key: str, table: Mapping[str, Any], shipped: Constant, path: Path) 
         raise PlanError("profile", f"{key}.basis = {basis!r}", "a constant is fitted, measured, datasheet or assumed.",
                         'Use basis = "measured".')
     return Constant(float(table["value"]), shipped.unit, float(table.get("log_sd", shipped.log_sd)),
-                    str(table.get("source", path.name)), basis)
+                    str(table.get("source", path.name)), basis, str(table.get("date", "")), str(table.get("versions", "")), shipped.place)

@@ -11,6 +11,7 @@ from costmodel.cli.compare import compare
 from costmodel.cli.explain import explain
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
 from costmodel.cli.mesh import mesh
+from costmodel.cli.oom import MessageCommand, oom
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
 from costmodel.cli.solve import solve
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from costmodel.spec import Run
 
 SCHEMA = 1
+ADVICE_S = 10.0
+"""Seconds after which a prediction shows the advice found so far: a pipeline of hundreds of slots takes longer than anybody waits."""
 app = typer.Typer(name="costmodel", cls=GuardedGroup, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
                   no_args_is_help=True, context_settings={"max_content_width": 100},
                   help="What a training step costs in memory and time when it is spread over many GPUs.")
@@ -66,7 +69,7 @@ def predict(
     resolved = given.resolve()
     with given.naming():
         profile = load_profile(resolved.run, given.profile)
-        report = predict_run(resolved.run, profile)
+        report = predict_run(resolved.run, profile, intervals=True)
         advice = _advice(given, resolved.run) if report.verdict in ("does not fit", "risky") else None
     if as_json or (output is not None and output.suffix.lower() == ".json"):
         text = as_document(resolved, profile, report, advice)
@@ -83,6 +86,7 @@ def predict(
 
 
 app.command(cls=SectionedCommand)(mesh)
+app.command(cls=MessageCommand)(oom)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(solve)
 app.command(cls=SectionedCommand)(trace)
@@ -92,9 +96,12 @@ app.command(cls=SectionedCommand)(compare)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":
-    """What would make a run fit; only worked out for one that does not, or hardly does."""
+    """What would make a run fit; only worked out for one that does not, or hardly does, and not for ever."""
+    import time
+
     from costmodel.advice import advise
-    return advise(run, given.profile)
+    until = time.monotonic() + ADVICE_S
+    return advise(run, given.profile, watch=lambda _: time.monotonic() < until)
 
 
 def document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> dict[str, Any]:

@@ -22,10 +22,12 @@ def explain(
     from costmodel.catalog.profiles import load_profile
     from costmodel.explain import constants
     from costmodel.explain import explain as explained
+    from costmodel.prediction import predict
     resolved = given.resolve()
     with given.naming():
         profile = load_profile(resolved.run, given.profile)
-        explanation = explained(resolved.run, profile=profile)
+        report = predict(resolved.run, profile, scaling=False)
+        explanation = explained(resolved.run, report, profile)
         weights = constants(resolved.run, profile)
     if as_json:
         import json
@@ -38,4 +40,4 @@ def explain(
     from costmodel.render.prediction import title
     from costmodel.render.text import Page, screen_width, wants_colour
     page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
-    print(render_explanation(title(resolved.run), explanation, weights, page), end="")
+    print(render_explanation(title(resolved.run), explanation, weights, report, page), end="")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Kind = Literal["word", "whole", "number", "switch"]
-_METAVAR = {"word": "WORD", "whole": "N", "number": "X"}
-EXAMPLES = {"--gpus": "8", "--zero": "3", "--seq-len": "4096", "--dropout": "0.1"}
+Kind = Literal["word", "whole", "number", "switch", "factors"]
+_METAVAR = {"word": "WORD", "whole": "N", "number": "X", "factors": "LINK=X"}
+EXAMPLES = {"--gpus": "8", "--zero": "3", "--seq-len": "4096", "--dropout": "0.1", "--slow-rank": "1.2"}
 
 
 class Flag(NamedTuple):
@@ -50,6 +50,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--nodes", "cluster.nodes", "whole", "Nodes they are spread over. Default: as few as hold them."),
     Flag("--gpu", "cluster.gpu", "word", "GPU by name (`costmodel list gpus`). Default: h100_sxm."),
     Flag("--cluster", "cluster.name", "word", "Node type by name (`costmodel list clusters`). Default: the GPU's usual one."),
+    Flag("--slow-rank", "cluster.slow_rank", "number", "What if one rank computes so many times slower, 1.2 say: the others wait for it."),
+    Flag("--link-factor", "cluster.link_factors", "factors", "What if links have a part of their rate: inter=0.5, or nvlink=0.8,network=0.5."),
     Flag("--strategy", "plan.strategy", "word", "single, dataparallel, ddp, zero1, zero2, zero3, fsdp, hsdp or megatron."),
     Flag("--zero", "plan.zero", "whole", "ZeRO stage 0 to 3; 3 is FSDP2 in PyTorch. Default: 0 (DDP)."),
     Flag("--framework", "plan.framework", "word", "Dialect: pytorch, deepspeed, megatron or nanochat. Default: pytorch."),
@@ -294,11 +296,27 @@ def flag_value(flag: Flag, written: Any) -> Any:
     """What was written behind a flag, as the kind of value it takes."""
     if flag.kind in ("word", "switch"):
         return written
+    if flag.kind == "factors":
+        return _factors(flag, str(written))
     try:
         return int(written) if flag.kind == "whole" else float(written)
     except ValueError:
         rule = "must be a whole number" if flag.kind == "whole" else "must be a number"
         raise InputError(f"{flag.name} {shown(written)}: {rule}. Use {flag.name} {EXAMPLES.get(flag.name, '1')}.") from None
+
+
+def _factors(flag: Flag, written: str) -> dict[str, float]:
+    """"inter=0.5,nvlink=0.8" as a table."""
+    out = {}
+    for part in written.split(","):
+        name, equals, factor = (text.strip() for text in part.partition("="))
+        try:
+            out[name] = float(factor)
+        except ValueError:
+            equals = ""
+        if not name or not equals:
+            raise InputError(f"{flag.name} {shown(written)}: it must be LINK=X. Use {flag.name} inter=0.5.")
+    return out
 
 
 def _paths(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -316,6 +334,8 @@ def _follows(mapping: dict[str, Any], origins: dict[str, Origin], field: str) ->
     cluster, section = mapping.get("cluster"), field.partition(".")[0]
     if not isinstance(cluster, dict) or not isinstance(cluster.get("accelerator"), Mapping) or section != "cluster" and field not in DEGREES:
         return []
+    if field.startswith(WHAT_IFS):
+        return []
     if section == "cluster":
         mapping["cluster"] = {"gpu": cluster["accelerator"].get("name"), "gpus": None if field == "cluster.nodes" else cluster.get("gpus")}
         for path in [path for path in origins if path.startswith("cluster.")]:
@@ -324,6 +344,8 @@ def _follows(mapping: dict[str, Any], origins: dict[str, Origin], field: str) ->
 
 
 BATCH = ("micro_batch", "grad_accum", "global_batch")
+WHAT_IFS = ("cluster.slow_rank", "cluster.link_factors")
+"""Fields of a cluster that change nothing else of it."""
 DEGREES = frozenset({"plan.strategy", "plan.zero", "plan.tp", "plan.pp", "plan.cp", "plan.dp", "plan.dp_replicate", "plan.dp_shard"})
 
 

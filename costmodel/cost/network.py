@@ -263,12 +263,14 @@ def collective_s(kind: str, nbytes: float, group: Group, costs: NetworkCosts) ->
 
 def _link(cluster: Cluster, level: Level, profile: Profile, index: int) -> LinkCosts:
     prefix = f"link.{level.kind}."
+    factor = cluster.link_factor(level)
+    level = level.model_copy(update={"bytes_per_s": level.bytes_per_s * factor})
     share, hop = profile.value(prefix + "share"), profile.value(prefix + "hop_s")
     large = profile.value(prefix + "hop_large_s")
     if level.latency_s is not None:
         large, hop = (large * level.latency_s / hop if hop else large), level.latency_s
     accelerator = cluster.accelerator
-    peer = accelerator.peer_bytes_per_s if index == 0 and level.kind == accelerator.link else 0.0
+    peer = factor * accelerator.peer_bytes_per_s if index == 0 and level.kind == accelerator.link else 0.0
     mesh = 0 < peer < level.bytes_per_s
     nvls = profile.get(prefix + "nvls_share", 0.0) if level.switch_reduces else 0.0
     names = {kind: profile.get(f"{prefix}{kind}_factor", 1.0) for kind in KINDS}

@@ -37,7 +37,9 @@ def axis_groups(run: Run) -> dict[str, Group]:
 class RunPrices:
     """Seconds of the ops of one run; an op is priced once."""
 
-    def __init__(self, run: Run, profile: Profile) -> None:
+    def __init__(self, run: Run, profile: Profile, slower: float = 1.0) -> None:
+        self.slower = slower
+        """Of a rank whose kernels take longer than the others'."""
         self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)
@@ -70,10 +72,10 @@ class RunPrices:
 
     def device_s(self, op: Op) -> float:
         if op.kind == "memory":
-            return self.compute.memory_fixed_s * op.kernels + op.nbytes / self.compute.memory_bytes_per_s
+            return self.slower * (self.compute.memory_fixed_s * op.kernels + op.nbytes / self.compute.memory_bytes_per_s)
         known = self._device.get(id(op))
         if known is None:
-            known = self._device[id(op)] = (op, self.compute.op_s(op))
+            known = self._device[id(op)] = (op, self.compute.op_s(op) * (1.0 if op.kind == "copy" else self.slower))
         return known[1]
 
     def launch_s(self, phase: str) -> float:

@@ -16,10 +16,10 @@ from costmodel.explain.terms import Term, terms
 from costmodel.explain.traffic import Movement, link_words, movements
 from costmodel.mesh import mesh_of
 from costmodel.prediction import predict, single_gpu
-from costmodel.program.build import Builder, Program, build, single_builder
+from costmodel.program.build import Builder, Program, single_builder
 from costmodel.program.ir import block_counts
-from costmodel.program.stages import build_pipeline
 from costmodel.report import Basis, RoleReport, StepReport
+from costmodel.repricing import program_of
 from costmodel.spec import PlanError, Run
 from costmodel.timeline import timeline
 
@@ -63,7 +63,7 @@ def explain(run: Run, report: StepReport | None = None, profile: Profile | str |
     role = report.roles[index]
     if role.memory is None:
         raise PlanError("report", report.provenance, "an explanation needs the memory of a run.", "Use a prediction.")
-    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    program = program_of(run)
     builders, names = _builders(program, index, role)
     step = program.pipeline[index].parts if run.plan.pp > 1 else program.roles[index].step
     mesh, prices = mesh_of(run), RunPrices(run, base)

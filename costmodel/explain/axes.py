@@ -15,8 +15,9 @@ from costmodel.program.layers import batch_tensors
 from costmodel.report import MemoryReport, TimeReport
 from costmodel.spec import Run
 
-Placement = Literal["divided", "sharded", "partly divided", "copied"]
-"""divided: a rank only ever needs its own part; sharded: stored in pieces, brought together to be used; copied: whole on each."""
+Placement = Literal["divided", "sharded", "partly divided", "copied", "at the ends"]
+"""divided: a rank only ever needs its own part; sharded: stored in pieces, brought together to be used; copied: whole on each; at the ends:
+a pipeline's first stage has the tokens, its last the targets."""
 STATE = ("parameters", "gradients", "master_weights", "optimizer")
 BATCH, ACTIVATIONS = "batch", "activations"
 
@@ -71,7 +72,7 @@ def placements(builder: Builder, mesh: Mesh) -> dict[str, dict[str, Placement]]:
                 continue
             data = axis in ("dp_replicate", "dp_shard", "cp")
             if name == BATCH:
-                of[axis] = "divided" if data else "copied"
+                of[axis] = "divided" if data else "at the ends" if axis == "pp" else "copied"
             elif name == ACTIVATIONS:
                 of[axis] = "partly divided" if axis == "tp" and not p.sequence_parallel else "divided"
             elif data:

@@ -27,11 +27,18 @@ def fit_section(advice: Advice, flags: Flags, page: Page) -> None:
     elif advice.together:
         page.line("Together these are:", indent="  ")
         _table(advice.together, flags, page)
+    tight = [s for s in advice.helps if s.report.verdict == "risky" and advice.report.verdict == "does not fit"]
+    if advice.fit and tight:
+        page.line()
+        page.line("With these it may run, under pressure (risky):", indent="  ")
+        _table(tight[:HELPS_SHOWN], flags, page)
     if not advice.fit and advice.helps:
         if advice.together:
             page.line()
             page.line("Alone, these help most:", indent="  ")
         _table(advice.helps[:HELPS_SHOWN], flags, page)
+    if advice.stopped and (advice.fit or advice.helps):
+        page.line("The search was cut short; `costmodel solve` looks further.", "dim", "  ")
     if not (advice.fit or advice.together or advice.helps):
         page.line("Nothing that can be predicted makes it fit on these GPUs: a smaller model, or GPUs with more memory." if not advice.stopped else
                   "The search was stopped before anything was found.", indent="  ")
@@ -62,7 +69,9 @@ def render_advice(title: str, advice: Advice, flags: Flags, page: Page) -> str:
 
 def _table(rows: Sequence[Suggestion], flags: Flags, page: Page) -> None:
     """Figures and words of each change, then the flags of each."""
-    page.table(["", "needs", "to spare", "step", "tokens/s", "per GPU", "change"],
-               [[str(i), size(s.needs_after), size(s.headroom_bytes), duration(s.step_after), count(s.tokens_per_s_after), f"{100 * (s.per_gpu - 1):+.1f}%",
-                 s.words + (f" ({s.remark})" if s.remark else "")] for i, s in enumerate(rows, 1)], "<>>>>><")
+    wide = page.width >= 100
+    page.table(["", "needs", "to spare", "step", *(["tokens/s"] if wide else []), "per GPU", "change"],
+               [[str(i), size(s.needs_after), size(s.headroom_bytes), duration(s.step_after), *([count(s.tokens_per_s_after)] if wide else []),
+                 f"{100 * (s.per_gpu - 1):+.1f}%", s.words + (f" ({s.remark})" if s.remark else "")] for i, s in enumerate(rows, 1)],
+               "<>>>>><" if wide else "<>>>><")
     page.pairs([(str(i), flags(s)) for i, s in enumerate(rows, 1)])

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from costmodel.explain import Axis, Explanation, LayerSplit, Movement, Pipeline, Weight
-from costmodel.render.prediction import BASIS_WORDS
+from costmodel.render.prediction import BASIS_WORDS, notes
 from costmodel.render.text import Page
 from costmodel.render.units import count, duration, plural, share, size
 from costmodel.render.words import operation
+from costmodel.report import StepReport
 
 MOST_RANKS, MOST_CONSTANTS = 16, 8
 WIDE = 110
@@ -17,8 +18,8 @@ FIGURES = {"step_s": "the step", "device_bytes": "the device total"}
 PHASES = {"optimizer": "the optimizer step"}
 
 
-def render_explanation(title: str, e: Explanation, weights: Sequence[Weight], page: Page) -> str:
-    """The whole answer."""
+def render_explanation(title: str, e: Explanation, weights: Sequence[Weight], report: StepReport, page: Page) -> str:
+    """The whole answer; `report` is the prediction that is explained."""
     page.line(title, "bold")
     _axes(e, page)
     _holdings(e, page)
@@ -29,6 +30,7 @@ def render_explanation(title: str, e: Explanation, weights: Sequence[Weight], pa
     if e.pipeline:
         _pipeline(e.pipeline, page)
     _sure(e, weights, page)
+    notes(report, page)
     return str(page)
 
 
@@ -164,11 +166,12 @@ def _sure(e: Explanation, weights: Sequence[Weight], page: Page) -> None:
 
 def _constants(weights: Sequence[Weight], page: Page) -> None:
     shown = weights[:MOST_CONSTANTS]
-    rows = [[w.key, _value(w), f"{w.elasticity:+.2f}", f"{w.basis}: {w.source}"] for w in shown]
+    rows = [[w.key, _value(w), f"±{100 * w.log_sd:.0f}%" if w.log_sd else "-", f"{w.elasticity:+.2f}", f"{w.basis}: {w.source}"] for w in shown]
+    header = ["constant", "value", "known to", "%", "how it was found"]
     if page.width >= WIDE:
-        page.table(["constant", "value", "%", "how it was found"], rows, "<>><")
+        page.table(header, rows, "<>>><")
     else:
-        page.table(["constant", "value", "%"], [row[:3] for row in rows], "<>>")
+        page.table(header[:-1], [row[:-1] for row in rows], "<>>>")
         page.line()
         page.pairs([(w.key, f"{w.basis}: {w.source}") for w in shown])
     if len(weights) > len(shown):

@@ -95,6 +95,7 @@ def _run(run: Run, profile: str, page: Page) -> None:
     page.pairs([
         ("model", _model(run)),
         ("machines", _machines(run.cluster)),
+        *([("what if", what_if(run.cluster))] if what_if(run.cluster) else []),
         ("ranks", _ranks(run.plan)),
         ("batch", _batch(run)),
         ("numbers", _numbers(run.recipe)),
@@ -118,6 +119,13 @@ def _machines(c: Cluster) -> str:
     links = "; ".join(f"{level.kind} {rate(level.bytes_per_s)} one way per GPU among {level.domain}" for level in c.levels)
     return (f"{c.gpus:,} x {c.accelerator.name} of {size(c.accelerator.memory_bytes)} in {plural(c.nodes, 'node')} of {c.gpus_in_node} ({c.name})"
             + (f"; {links}" if links else ""))
+
+
+def what_if(c: Cluster) -> str:
+    """A slow rank and slow links, in words; empty where there are none."""
+    parts = [f"one rank computes {c.slow_rank:g} times slower"] if c.slow_rank > 1 else []
+    parts += [f"{name} links at {factor:g} of their rate" for name, factor in c.link_factors.items()]
+    return ", ".join(parts)
 
 
 def _ranks(p: Plan) -> str:
@@ -287,6 +295,14 @@ def _scaling(report: StepReport, page: Page) -> None:
     if s.baseline_step_s is not None:
         rows.append(("one GPU", f"{duration(s.baseline_step_s)} a step{fits}"))
     page.pairs(rows)
+
+
+def notes(report: StepReport, page: Page) -> None:
+    """A prediction's notes, after what was made of it; and whether the run would run at all."""
+    said = [*(["It would not fit in memory: `costmodel solve` says what would."] if report.verdict == "does not fit" else []), *report.notes]
+    if said:
+        page.heading("NOTES")
+        page.bullets(said)
 
 
 def _basis(report: StepReport, page: Page) -> None:

@@ -7,11 +7,13 @@ from costmodel.render.text import Page
 from costmodel.render.units import count, duration, plural, share, size
 from costmodel.render.words import moment
 from costmodel.report import StepReport
-from costmodel.solve import Bound, Choice, Plans, Solution
+from costmodel.solve import Bound, Choice, Plans, Quantity, Solution
 from costmodel.solve.trials import held_bytes, worst
 
 HEADINGS = {"micro_batch": "LARGEST MICRO-BATCH that fits", "seq_len": "LONGEST SEQUENCE that fits", "layers": "MOST LAYERS that fit",
             "gpus": "FEWEST GPUS that fit"}
+HELD = 5
+"""What the memory holds, so many of the largest."""
 NAMES = {"micro_batch": "micro-batch", "seq_len": "sequence length", "layers": "layers", "gpus": "GPUs"}
 COLUMNS = {"micro_batch": "batch", "seq_len": "tokens", "layers": "layers", "gpus": "GPUs"}
 ONE_STEP = {"micro_batch": "one more sequence adds", "seq_len": "the longer sequence adds", "layers": "one more layer adds", "gpus": "with fewer GPUs come"}
@@ -38,7 +40,7 @@ def render_solution(title: str, solution: Solution, given: StepReport | None, fl
     page.line()
     page.table([COLUMNS[solution.quantity], "which", "device total", "to spare", "step", "tokens/s", "verdict"], rows, "><>>>><")
     page.line()
-    page.pairs([("binds", bound_words(solution.bound)), *_more(solution),
+    page.pairs([("binds", bound_words(solution.bound, solution.quantity)), *_more(solution),
                 *([("use", flags)] if flags and solution.value not in (None, solution.given) else []),
                 ("search", plural(solution.predictions, "prediction"))])
     return str(page)
@@ -57,27 +59,32 @@ def _row(value: int, words: str, report: StepReport) -> list[str]:
             report.verdict]
 
 
-def bound_words(bound: Bound) -> str:
+def bound_words(bound: Bound, quantity: Quantity) -> str:
     """What binds, in a sentence or two."""
     if bound.kind == "stopped":
         return "nothing yet: the search was stopped"
     if bound.kind in ("rule", "range"):
         return bound.rule
+    if bound.states_alone and quantity == "gpus":
+        return (f"the model state alone ({size(bound.states_bytes)} on {bound.role}) exceeds the device: shard it (ZeRO, FSDP) or split the model "
+                "(tensor or pipeline parallelism)")
     if bound.states_alone:
         return (f"the model state alone ({size(bound.states_bytes)} on {bound.role}) exceeds the device: neither batch, sequence nor checkpointing "
                 "helps; more shards, more GPUs or smaller states do")
-    return f"{bound.category.replace('_', ' ')}, {size(bound.category_bytes)} on {bound.role}, at the moment of: {moment(bound.moment)}"
+    largest, n = next(iter(bound.holds.items()))
+    return f"{largest.replace('_', ' ')}: {size(n)}, the largest part of {bound.role}'s memory at the moment of: {moment(bound.moment)}"
 
 
 def _more(solution: Solution) -> list[tuple[str, str]]:
     b = solution.bound
     if b.kind != "memory":
         return []
-    rows = []
+    beside = list(b.holds.items())[0 if b.states_alone else 1:HELD]
+    rows = [("held" if b.states_alone else "beside it", ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in beside))]
     if b.growing_bytes > 0:
         rows.append(("one step", f"{ONE_STEP[solution.quantity]} {size(b.growing_bytes)} of {b.growing.replace('_', ' ')}"))
-    if not b.states_alone:
-        rows.append(("of it", f"model state {size(b.states_bytes)}, which stays between steps"))
+    if not b.states_alone and solution.quantity in ("micro_batch", "seq_len"):
+        rows.append(("state", f"{size(b.states_bytes)} is there whatever the batch and the sequence"))
     return rows
 
 

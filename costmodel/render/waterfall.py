@@ -1,5 +1,6 @@
 """A waterfall as text: the bars from the peak down to the MFU, and in words what the largest are."""
 
+from costmodel.render.prediction import notes
 from costmodel.render.text import Page
 from costmodel.render.units import duration, share
 from costmodel.report import StepReport
@@ -18,10 +19,7 @@ def render_waterfall(title: str, w: Waterfall, gpus: int, page: Page, report: St
     page.heading("WATERFALL", f"of a step on {of}; each share of it is as many points of MFU")
     bars_table(w, page)
     _large(w, page)
-    notes = [*(["It would not fit in memory."] if report.verdict == "does not fit" else []), *report.notes]
-    if notes:
-        page.heading("NOTES")
-        page.bullets(notes)
+    notes(report, page)
     return str(page)
 
 

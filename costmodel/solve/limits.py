@@ -1,18 +1,21 @@
 """The largest micro-batch, sequence or model that still fits, and the fewest GPUs: one search, and what binds it.
 
 Memory grows with each of these and falls with the GPUs, but for what moves the other way: buffers that are cut anew, whole tensors
-dealt to ranks, stages of unequal layers, channels of a group that leaves its node. So the search doubles and bisects, and then tries
+dealt to ranks, stages of unequal layers, channels of a group that leaves its node. So the search doubles and bisects, and then looks
 beyond its answer; where something there fits after all, it goes on from there. The answer is always next to a value that does not fit.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from costmodel.catalog.profiles import Profile
 from costmodel.changes import Keep
-from costmodel.report import StepReport
+from costmodel.memory import tensors_at_peak
+from costmodel.program.build import build
+from costmodel.program.stages import build_pipeline
+from costmodel.report import Peak, StepReport
 from costmodel.solve.trials import Stopped, Trial, Trials, Watch, fits, worst
 from costmodel.spec import PlanError, Run
 
@@ -23,7 +26,7 @@ LIMITS = {"micro_batch": 1 << 24, "seq_len": 1 << 27, "layers": 1 << 12, "gpus":
 TILE = 128
 """Sequences are sought in multiples of this many tokens, the tile of attention kernels."""
 BEYOND = (1, 2, 3, 7, 15)
-"""How far beyond the answer the search looks for a value that fits after all."""
+"""How far beyond its answer the search looks for a better value that fits after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class Bound:
     category: str = ""
     """The largest category at that moment, and its bytes."""
     category_bytes: int = 0
+    holds: dict[str, int] = field(default_factory=dict)
+    """What the memory holds at that moment, the largest first, bytes: the categories, and activations and temporaries by part of the model
+    (logits, attention, feed-forward, residual stream, other)."""
     growing: str = ""
     """The category that grew most from the answer, and by how many bytes; empty without an answer."""
     growing_bytes: int = 0
@@ -74,10 +80,10 @@ class Solution:
 
 
 class Found(NamedTuple):
-    """Two neighbours among the candidates: the last that holds (None: the first does not), the first that does not (None: all do)."""
+    """Two neighbours among the candidates: the best that fits (None: none does), and the next one, which does not (None: there is none)."""
 
-    holds: int | None
-    fails: int | None
+    best: int | None
+    beyond: int | None
 
 
 def largest(run: Run, quantity: Literal["micro_batch", "seq_len", "layers"], profile: Profile | str | None = None, *, risky: bool = False,
@@ -155,22 +161,21 @@ def _search(trials: Trials, quantity: Quantity, candidates: Candidates, risky: b
 
     def trial(i: int) -> Trial:
         if i not in known:
-            known[i] = trials.try_({FIELDS[quantity]: values[i]}, f"{quantity} = {values[i]:,}")
+            known[i] = trials.attempt({FIELDS[quantity]: values[i]}, f"{quantity} = {values[i]:,}")
         return known[i]
 
-    def holds(i: int) -> bool:
-        """Whether the answer lies further on: the value still fits; for GPUs, it does not yet."""
-        return fits(trial(i).report, risky) != down
+    def good(i: int) -> bool:
+        return fits(trial(i).report, risky)
 
     given = _given(trials.run, quantity)
     try:
-        found = frontier(len(values), holds)
+        found = first(len(values), good) if down else last(len(values), good)
     except Stopped:
-        good = [i for i, t in known.items() if fits(t.report, risky)]
-        best = (min(good) if down else max(good)) if good else None
+        fitting = [i for i, t in known.items() if fits(t.report, risky)]
+        best = (min(fitting) if down else max(fitting)) if fitting else None
         t = known[best] if best is not None else Trial(None, None, None)
         return Solution(quantity, given, None if best is None else values[best], t.run, t.report, None, None, Bound("stopped"), trials.done, True)
-    best, next_ = (found.fails, found.holds) if down else (found.holds, found.fails)
+    best, next_ = found
     if best is None:
         extreme = trial(len(values) - 1 if down else 0)
         if extreme.refusal and all(t.refusal for t in known.values()):
@@ -189,32 +194,51 @@ def _given(run: Run, quantity: str) -> int:
     return {"micro_batch": r.micro_batch, "seq_len": r.seq_len, "layers": run.model.layers, "gpus": run.cluster.gpus}[quantity]
 
 
-def frontier(n: int, holds: Callable[[int], bool]) -> Found:
-    """Of n candidates, where `holds` ends: doubling, bisection, and a look beyond for a later one that holds after all."""
+def last(n: int, good: Callable[[int], bool]) -> Found:
+    """The last of n candidates that is good, where the first ones are: doubling, bisection, and a look beyond for a later one after all."""
     at = -1
     while True:
-        step, low, high = 1, at, n
-        while low + step < n:
-            if not holds(low + step):
-                high = low + step
-                break
-            low, step = low + step, 2 * step
-        else:
-            if low < n - 1:
-                if holds(n - 1):
-                    low = n - 1
-                else:
-                    high = n - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if holds(middle):
-                low = middle
-            else:
-                high = middle
-        later = next((high + d for d in BEYOND if high + d < n and holds(high + d)), None) if high < n else None
+        low, high = _edge(n, good, at)
+        later = next((high + d for d in BEYOND if high + d < n and good(high + d)), None)
         if later is None:
             return Found(low if low >= 0 else None, high if high < n else None)
         at = later
+
+
+def first(n: int, good: Callable[[int], bool]) -> Found:
+    """The first of n candidates that is good, where the last ones are; the same search, and a look before it for an earlier one after all."""
+    low, high = _edge(n, lambda i: not good(i), -1)
+    while high < n:
+        earlier = next((low - d for d in reversed(BEYOND) if low - d >= 0 and good(low - d)), None)
+        if earlier is None:
+            return Found(high, low if low >= 0 else None)
+        high = earlier
+        while high > 0 and good(high - 1):
+            high -= 1
+        low = high - 1
+    return Found(None, low if low >= 0 else None)
+
+
+def _edge(n: int, holds: Callable[[int], bool], at: int) -> tuple[int, int]:
+    """Two neighbours, of which the first holds (or is `at`) and the second does not (or is n): doubling from `at`, then bisection."""
+    step, low, high = 1, at, n
+    while low + step < n:
+        if not holds(low + step):
+            high = low + step
+            break
+        low, step = low + step, 2 * step
+    else:
+        if low < n - 1 and not holds(n - 1):
+            high = n - 1
+        elif low < n - 1:
+            low = n - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high
 
 
 def _bound(beyond: Trial | None, answer: Trial | None, end: str) -> Bound:
@@ -238,6 +262,25 @@ def _bound(beyond: Trial | None, answer: Trial | None, end: str) -> Bound:
         growing = max(growth, key=lambda c: growth[c])
         more = growth[growing]
     over = max(0, -(memory.headroom_bytes or 0))
+    assert beyond.run is not None
+    holds = _holds(beyond.run, role.role, memory.allocated)
     outside = sum(memory.outside.values()) + (memory.workspace_bytes or 0)
-    return Bound("memory", role.role, memory.allocated.moment, category, split[category], growing, more, states, over,
+    return Bound("memory", role.role, memory.allocated.moment, category, split[category], holds, growing, more, states, over,
                  states + outside > memory.capacity_bytes)
+
+
+PARTS = {"logits": ("head", "loss", "embedding.out"), "attention": ("attention",), "feed-forward": ("mlp",), "residual stream": ("hidden",)}
+"""Parts of the model by the beginning of a tensor's name; a tied head is called embedding."""
+
+
+def _holds(run: Run, role: str, peak: Peak) -> dict[str, int]:
+    """What a role's memory holds at its peak."""
+    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    out = {category: n for category, n in peak.by_category.items() if category not in ("activations", "temporaries")}
+    tensors = tensors_at_peak(next(r for r in program.roles if r.role == role))
+    if not tensors:
+        return dict(sorted(peak.by_category.items(), key=lambda item: -item[1]))
+    for name, n in tensors.items():
+        part = next((part for part, starts in PARTS.items() if name.removeprefix("grad:").startswith(starts)), "other")
+        out[part] = out.get(part, 0) + n
+    return dict(sorted(out.items(), key=lambda item: -item[1]))

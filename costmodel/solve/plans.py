@@ -87,7 +87,7 @@ def plans(run: Run, profile: Profile | str | None = None, *, risky: bool = False
             raise Stopped
         changes = _changes(run, shape, kind, micro_batch)
         words = f"tp {shape.tp}, pp {shape.pp}, ZeRO-{shape.zero}, micro-batch {micro_batch}"
-        trial = trials.try_(changes, words, done=count.total(), of=total)
+        trial = trials.attempt(changes, words, done=count.total(), of=total)
         if trial.run is None or trial.report is None:
             return "refused" if trial.refusal and trial.refusal.field in OF_THE_BATCH else "impossible"
         if not fits(trial.report, risky):

@@ -35,24 +35,36 @@ class Trial(NamedTuple):
 
 
 class Trials:
-    """Changed runs of one run and their predictions."""
+    """Changed runs of one run and their predictions; with `remember`, the same changes are predicted once."""
 
-    def __init__(self, run: Run, profile: Profile | str | None = None, *, keep: Keep = "micro_batch", watch: Watch | None = None) -> None:
+    def __init__(self, run: Run, profile: Profile | str | None = None, *, keep: Keep = "micro_batch", watch: Watch | None = None,
+                 remember: bool = False) -> None:
         self.run = run
+        self.profile = profile
         self.keep: Keep = keep
         self.watch = watch
-        self.profile = profile
         self.done = 0
+        """Predictions made."""
+        self._known: dict[str, Trial] | None = {} if remember else None
 
-    def try_(self, changes: Mapping[str, Any], words: str = "", *, done: int | None = None, of: int | None = None) -> Trial:
+    def attempt(self, changes: Mapping[str, Any], words: str = "", *, keep: Keep | None = None, done: int | None = None, of: int | None = None) -> Trial:
         """The run with some fields changed, predicted. Raises Stopped. done, of: what the watcher is told; the predictions so far without it."""
+        key = repr((sorted(changes.items(), key=lambda item: item[0]), keep or self.keep))
+        if self._known is not None and key in self._known:
+            return self._known[key]
         if self.watch is not None and not self.watch(Progress(self.done if done is None else done, of, words)):
             raise Stopped
         self.done += 1
+        trial = self._predicted(changes, keep or self.keep)
+        if self._known is not None:
+            self._known[key] = trial
+        return trial
+
+    def _predicted(self, changes: Mapping[str, Any], keep: Keep) -> Trial:
         run: Run | None = None
         try:
-            run = changed(self.run, changes, self.keep)
-            return Trial(run, predict(run, self.constants(run), scaling=False), None)
+            run = changed(self.run, changes, keep)
+            return Trial(run, predict(run, self.constants(run), scaling=False, intervals=False), None)
         except PlanError as error:
             return Trial(run, None, error)
 

@@ -1,11 +1,14 @@
 """Cluster: the accelerators of a job and the links between them."""
 
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from costmodel.spec.base import PlanError, Spec
 
+NETWORKS = ("infiniband", "roce", "efa", "ethernet", "tcpx")
+"""Kinds of link that leave the scale-up domain."""
 LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "ethernet", "tcpx", "ici", "shm"]
 
 
@@ -69,6 +72,10 @@ class Cluster(Spec):
     """Which host constants of the profiles apply."""
     host_memory_bytes: int = Field(0, ge=0)
     """Host memory of one node; 0 where unknown."""
+    slow_rank: float = Field(1.0, ge=1)
+    """What if: one rank's kernels take this many times as long, and the others wait for it; 1: none is slower."""
+    link_factors: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """What if: links have this part of their rate; by the name or kind of a level, or `intra` (scale-up links) and `inter` (networks)."""
 
     @model_validator(mode="after")
     def _nodes_are_full(self) -> "Cluster":
@@ -80,7 +87,17 @@ class Cluster(Spec):
         if reach < self.gpus:
             raise PlanError("cluster.levels", reach, f"no level of the topology joins all {self.gpus} GPUs.",
                             f"Add a level with domain = {self.gpus}.")
+        known = {"intra", "inter", "network", *get_args(LinkKind), *(level.name for level in self.levels)}
+        for name in self.link_factors:
+            if name not in known:
+                raise PlanError("cluster.link_factors", name, "no link is called that.",
+                                f"Use inter, intra{''.join(f', {level.kind}' for level in self.levels)}, or another kind of link.")
         return self
+
+    def link_factor(self, level: Level) -> float:
+        """The part of its rate that a level has."""
+        names = {level.name, level.kind, "inter" if level.kind in NETWORKS else "intra"}
+        return math.prod(factor for name, factor in self.link_factors.items() if name in names)
 
     @property
     def nodes(self) -> int:

@@ -1,6 +1,6 @@
 """Plan: how one training step is spread over the ranks."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -54,7 +54,7 @@ class Plan(Spec):
     """What lives in host memory between uses."""
     activation_offload: bool = False
     bucket_bytes: PositiveInt = 25 * MIB
-    """DDP's and ZeRO's gradient bucket (DeepSpeed: reduce_bucket_size in bytes of the gradient dtype)."""
+    """DDP's and ZeRO's gradient bucket (DeepSpeed: reduce_bucket_size in bytes of the gradient dtype; left out, its 5e8 elements)."""
     first_bucket_bytes: PositiveInt = 1 * MIB
     """DDP's first bucket."""
     gradient_as_bucket_view: bool = False
@@ -67,7 +67,8 @@ class Plan(Spec):
     """FSDP layers gathered ahead explicitly in forward, beyond the implicit one."""
     backward_prefetch: bool = True
     overlap_grad_reduce: bool = True
-    """Megatron and DeepSpeed: reduce gradients during backward."""
+    """Megatron and DeepSpeed (overlap_comm): reduce gradients during backward. Left out, it is what the framework does: False for
+    DeepSpeed's stages 1 and 2, else True."""
     overlap_param_gather: bool = False
     """Megatron's distributed optimizer: gather parameters during the next forward."""
     prefetch_bucket_params: int = Field(50_000_000, ge=0)
@@ -78,6 +79,14 @@ class Plan(Spec):
     """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters."""
     contention: PositiveFloat | None = None
     """Seconds of compute lost per second of hidden communication; None: the profile's."""
+
+    @classmethod
+    def of_framework(cls, framework: str, zero: int) -> dict[str, Any]:
+        """Fields whose value, left out, is not the default here but what the framework does."""
+        found: dict[str, Any] = {"sync_each_micro_batch": zero in (2, 3)}
+        if framework == "deepspeed" and zero:
+            found |= {"bucket_bytes": 2 * 500_000_000, "overlap_grad_reduce": zero == 3}
+        return found
 
     @property
     def dp(self) -> int:

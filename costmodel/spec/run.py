@@ -151,7 +151,7 @@ def _numbers(run: Run) -> Iterator[PlanError]:
     if compute not in acc.flops_per_s:
         known = ", ".join(acc.flops_per_s) or "none known"
         yield PlanError("recipe.precision", r.precision.name, f"{acc.name} has no {compute} arithmetic (it has {known}).",
-                        "Use --precision " + ("fp16-mixed." if "fp16" in acc.flops_per_s else "fp32."))
+                        f"Use --precision {next((f'{low}-mixed' for low in ('bf16', 'fp16') if low in acc.flops_per_s), 'fp32')}.")
     if r.dropout >= 1:
         yield PlanError("recipe.dropout", r.dropout, "a dropout probability is below 1.", "Use dropout = 0.1.")
     if r.attention in FLASH:

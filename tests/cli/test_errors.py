@@ -29,6 +29,8 @@ from costmodel.cli.options import FLAGS
     ("--params 1B --model llama-3-8b", "error: --params 1B and --model llama-3-8b: a run has one model. Give one of the two."),
     ("--params 1B --attention fa3 --gpu a100", "error: --attention fa3: FlashAttention-3 is for Hopper, and a100_sxm_80gb is ampere. "
                                                "Use --attention fa2 or cudnn."),
+    ("--params 1B --gpu a100 --precision fp8", "error: --precision fp8: a100_sxm_80gb has no fp8 arithmetic (it has fp32, tf32, fp16, bf16). "
+                                               "Use --precision bf16-mixed."),
     ("--params 1B --attention fa2 --gpu v100", "error: --attention fa2: this kernel needs Ampere or newer, and v100_sxm2_16gb is volta. "
                                                "Use --attention sdpa or eager."),
     ("--params 1B --attention fa1 --gpu v100", "error: --attention fa1: this kernel needs Turing or newer, and v100_sxm2_16gb is volta."),
@@ -111,7 +113,7 @@ def test_wrong_usage_exits_2(line: str) -> None:
     assert "Traceback" not in result.output
 
 
-def crash(*_: object) -> Any:
+def crash(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("a bug")
 
 

@@ -9,6 +9,9 @@ import pytest
 from asked import GB, GIB, GPT, MIB, kept, memory, predicted, run_of, states, with_capacity
 
 from costmodel import StepReport, predict
+from costmodel.advice import advise
+from costmodel.oom import diagnose, read_message
+from costmodel.solve import fewest_gpus
 
 
 def llama_3_8b(gpus: int, **recipe: Any) -> StepReport:
@@ -27,6 +30,16 @@ def test_llama_3_8b_does_not_fit_two_cards_of_48_gb_whatever_the_activations() -
 def test_three_cards_of_48_gb_hold_the_states_of_llama_3_8b() -> None:
     """C02: 39.9 GiB a rank at 3."""
     assert kept(llama_3_8b(3)) / GIB == pytest.approx(39.9, abs=0.1)
+
+
+def test_more_gpus_are_the_only_advice_where_states_exceed_the_card() -> None:
+    """C02: activations cannot help; at least 3 cards of 48 GB are needed for the states alone."""
+    run = run_of(model="llama-3-8b", gpus=2, gpu="l40s", plan={"strategy": "fsdp", "checkpointing": "full"}, seq_len=8192)
+    advice = advise(run)
+    assert advice.states_alone
+    assert [list(s.changes) for s in advice.fit] == [["cluster.gpus"]]
+    found = fewest_gpus(run, risky=True)
+    assert found.value is not None and found.value >= 3
 
 
 def test_the_failed_request_is_a_shard_of_the_mlp_and_comes_with_the_second_moment() -> None:
@@ -60,6 +73,14 @@ def test_fused_adam_leaves_the_states_alone() -> None:
     assert peak.total_bytes / GIB == pytest.approx(12.55, abs=0.1)
     assert peak.total_bytes + sum(m.outside.values()) < 15.77 * GIB
     assert m.allocated.total_bytes < memory(llama_2_7b("adamw:foreach")).allocated.total_bytes
+
+
+def test_what_a_run_does_not_explain_is_said() -> None:
+    """C58, mosaicml/llm-foundry#183: MPT-7B on 2 cards of 79.21 GiB died at 77.52 GiB allocated. Its states are 49.5, and with one sequence a rank the rest of
+    this run is small: something else lived there."""
+    run = run_of(model="mpt-7b-released", gpus=2, gpu="a100_sxm_80gb", plan={"strategy": "fsdp"}, seq_len=2048)
+    message = "CUDA out of memory. Tried to allocate 256.00 MiB (GPU 0; 79.21 GiB total capacity; 77.52 GiB already allocated)"
+    assert diagnose(run, read_message(message)).cause == "not described"
 
 
 def test_the_first_step_lacks_the_optimizers_state() -> None:

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 from asked import GB, network, predicted, run_of, seconds, time
+from typer.testing import CliRunner
+
+from costmodel.cli.app import app
 
 # -- networks ----------------------------------------------------------------------------------------------------------------
 
@@ -107,6 +110,15 @@ def test_utilisation_is_over_the_devices_own_peak() -> None:
     h100 = predicted(model="gpt2", gpu="h100", seq_len=1024).peak_flops_per_s
     assert h100
     assert 0.32 <= 1.04 * 312e12 / h100 <= 0.34
+
+
+def test_more_than_the_peak_is_refused() -> None:
+    """C62: a logger that divides by another GPU's peak says 104%; a step so measured is not accepted."""
+    line = ["waterfall", "--model", "gpt2", "--gpu", "h100", "--seq-len", "1024", "--micro-batch", "12", "--measured", "10ms"]
+    answer = CliRunner().invoke(app, line)
+    assert answer.exit_code == 2
+    assert "% of the peak of h100_sxm, and no step is above 100%" in answer.stderr
+    assert CliRunner().invoke(app, [*line[:-1], "32ms"]).exit_code == 0
 
 
 def test_head_size_comes_from_the_model_not_from_its_width() -> None:

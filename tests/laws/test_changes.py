@@ -95,3 +95,23 @@ def test_a_part_that_is_none_is_refused() -> None:
         changed(build_run(params="1B"), {"plans.tp": 2})
     with pytest.raises(PlanError, match=r"plan\.tpp"):
         changed(build_run(params="1B"), {"plan.tpp": 2})
+
+
+def test_a_device_of_other_memory_stays_in_the_catalogue() -> None:
+    run = build_run(params="1B", cluster={"gpus": 8, "gpu": "h100", "memory_bytes": 10**10})
+    assert run.cluster.accelerator.memory_bytes == 10**10
+    assert as_input(run)["cluster"] == {"gpu": "h100_sxm", "gpus": 8, "memory_bytes": 10**10}
+    more = changed(run, {"cluster.gpus": 64}).cluster
+    assert (more.nodes, more.accelerator.memory_bytes) == (8, 10**10)
+    assert changed(run, {"cluster.gpu": "a100"}).cluster.accelerator.memory_bytes > 10**10
+
+
+def test_a_field_inside_a_table_changes_alone() -> None:
+    run = build_run(**BASE)
+    assert changed(run, {"recipe.precision.reduce": "bf16"}).recipe.precision.model_dump() == {
+        **run.recipe.precision.model_dump(), "name": "bf16-mixed, changed", "reduce": "bf16"}
+    foreach = changed(run, {"recipe.optimizer.implementation": "foreach", "recipe.optimizer.lr": 0.1}).recipe.optimizer
+    assert (foreach.name, foreach.implementation, foreach.lr) == ("adamw", "foreach", 0.1)
+    assert changed(run, {"plan.checkpointing.group": 4}).plan.checkpointing.group == 4
+    with pytest.raises(PlanError, match=r"recipe\.precision\.redcue"):
+        changed(run, {"recipe.precision.redcue": "bf16"})

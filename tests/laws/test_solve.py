@@ -9,8 +9,8 @@ from runs import examples, runs
 
 from costmodel import PlanError, Run, build_run, predict
 from costmodel.changes import changed
-from costmodel.solve import Progress, fewest_gpus, fits, largest, plans
-from costmodel.solve.limits import frontier
+from costmodel.solve import Progress, Solution, fewest_gpus, fits, largest, plans
+from costmodel.solve.limits import first, last
 
 GPUS = st.sampled_from([1, 2, 8, 16])
 
@@ -26,7 +26,13 @@ def on_a_small_card(run: Run, share: float) -> Run:
     return run.model_copy(update={"cluster": run.cluster.model_copy(update={"accelerator": accelerator})})
 
 
-@examples(30)
+def max_allocated(found: Solution) -> int:
+    """Bytes at the peak of the role that binds."""
+    assert found.beyond_report is not None
+    return next(r.memory.allocated.total_bytes for r in found.beyond_report.roles if r.role == found.bound.role and r.memory)
+
+
+@examples(20)
 @given(runs(GPUS), st.sampled_from(["micro_batch", "seq_len", "layers"]), st.sampled_from([1.2, 1.5, 3.0]), st.booleans())
 def test_the_largest_fits_and_one_more_does_not(run: Run, quantity: Literal["micro_batch", "seq_len", "layers"], share: float, risky: bool) -> None:
     run = on_a_small_card(run, share)
@@ -42,6 +48,8 @@ def test_the_largest_fits_and_one_more_does_not(run: Run, quantity: Literal["mic
     if found.bound.kind == "memory":
         assert found.beyond is not None
         assert not fits(predict(changed(run, {field: found.beyond}), scaling=False), risky)
+        assert list(found.bound.holds.values()) == sorted(found.bound.holds.values(), reverse=True)
+        assert sum(found.bound.holds.values()) == pytest.approx(max_allocated(found), rel=1e-9)
         if quantity == "micro_batch" and found.value is not None:
             assert found.beyond == found.value + 1
 
@@ -61,14 +69,27 @@ def test_the_fewest_gpus_fit_and_the_next_fewer_do_not(run: Run, share: float) -
 
 @examples(200)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
-def test_the_frontier_lies_between_one_that_holds_and_one_that_does_not(holds: list[bool]) -> None:
-    found = frontier(len(holds), lambda i: holds[i])
-    assert found.holds is None or holds[found.holds]
-    assert found.fails is None or not holds[found.fails]
-    assert (found.fails if found.fails is not None else len(holds)) == (found.holds if found.holds is not None else -1) + 1
-    if sorted(holds, reverse=True) == holds:
-        assert (found.holds is None) == (not holds[0])
-        assert found.holds is None or found.holds == sum(holds) - 1
+def test_an_answer_is_good_and_its_neighbour_is_not(good: list[bool]) -> None:
+    for search, step in ((last, 1), (first, -1)):
+        found = search(len(good), lambda i: good[i])
+        assert found.best is None or good[found.best]
+        assert found.beyond is None or not good[found.beyond]
+        if found.best is not None:
+            assert found.beyond == (found.best + step if 0 <= found.best + step < len(good) else None)
+
+
+@examples(100)
+@given(st.integers(0, 10**6), st.integers(1, 10**6))
+def test_where_memory_grows_the_search_is_exact(fit: int, more: int) -> None:
+    asked: set[int] = set()
+
+    def good(i: int) -> bool:
+        asked.add(i)
+        return i < fit
+
+    assert last(fit + more, good).best == (fit - 1 if fit else None)
+    assert first(fit + more, lambda i: not good(i)).best == fit
+    assert len(asked) <= 4 * 21 + 10
 
 
 @examples(12)
@@ -119,6 +140,14 @@ def test_more_gpus_do_not_help_where_nothing_is_sharded() -> None:
     found = fewest_gpus(build_run(model="llama-3-8b", cluster={"gpus": 8}, plan={"strategy": "ddp"}))
     assert found.value is None
     assert found.bound.states_alone
+
+
+def test_the_logits_bind_a_small_model() -> None:
+    """GPT-2's vocabulary: three fp32 and one bf16 tensor of logits at the loss, 14 bytes each, exceed what the 12 layers keep."""
+    found = largest(build_run(model="gpt2", cluster={"gpu": "rtx_3090", "gpus": 1}), "micro_batch")
+    assert found.value is not None
+    assert next(iter(found.bound.holds)) == "logits"
+    assert found.bound.holds["logits"] == pytest.approx(14 * (found.value + 1) * 1024 * 50257, rel=0.15)
 
 
 def test_learned_positions_end_the_sequence() -> None:

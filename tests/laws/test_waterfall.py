@@ -1,6 +1,7 @@
 """The bars of a step sum to it, for every legal run; and each is what its name says where that can be told without the model of time."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,7 @@ def bars(w: Waterfall) -> dict[str, float]:
     return {bar.name: bar.seconds for bar in w.bars}
 
 
-@examples(80)
-@given(runs(), st.one_of(st.none(), st.floats(1e-4, 100.0)))
-def test_the_bars_sum_to_the_step(run: Run, measured_s: float | None) -> None:
+def sums(run: Run, measured_s: float | None = None) -> None:
     report = predict(run, scaling=False)
     w = waterfall(run, report, measured_s=measured_s)
     assert report.step_s is not None and report.mfu is not None
@@ -29,6 +28,27 @@ def test_the_bars_sum_to_the_step(run: Run, measured_s: float | None) -> None:
     assert math.isclose(w.mfu * w.step_s, report.mfu * report.step_s, rel_tol=1e-9)
     assert math.isclose(w.bars[-1].left, w.mfu, rel_tol=1e-6, abs_tol=1e-9)
     assert (UNEXPLAINED in bars(w)) == (measured_s is not None)
+
+
+@examples(80)
+@given(runs(), st.one_of(st.none(), st.floats(1e-4, 100.0)))
+def test_the_bars_sum_to_the_step(run: Run, measured_s: float | None) -> None:
+    sums(run, measured_s)
+
+
+@pytest.mark.parametrize("plan", [
+    {"tp": 4, "framework": "megatron"}, {"tp": 2, "zero": 3, "sequence_parallel": True}, {"pp": 4, "framework": "megatron", "zero": 1},
+    {"pp": 2, "tp": 2, "framework": "megatron", "tp_overlap": "async", "sequence_parallel": True}, {"pp": 4, "schedule": "gpipe"},
+    {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "framework": "megatron", "checkpointing": "full"}, {"pp": 4, "stage_layers": [3, 2, 2, 1]},
+    {"pp": 2, "zero": 3, "reshard_after_forward": False, "checkpointing": "selective"}, {"pp": 4, "schedule": "naive", "framework": "megatron"}])
+def test_the_bars_sum_to_the_step_where_work_is_divided(plan: dict[str, Any]) -> None:
+    model = {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "ffn": 4096, "vocab": 4096}
+    run = build_run(model=model, cluster={"gpus": 16}, plan=plan, recipe={"seq_len": 1024, "grad_accum": 4, "precision": "bf16-pure"})
+    sums(run)
+    sums(run, 1.0)
+    found = waterfall(run, predict(run, scaling=False))
+    square = 4.0 * 1024 ** 2 * 1024 * 8 * run.recipe.global_batch / 16
+    assert bars(found)["attention counted"] == pytest.approx(-1.25 * square / found.peak_flops_per_s, rel=1e-6)
 
 
 @examples(80)

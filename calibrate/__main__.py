@@ -1,0 +1,3 @@
+from calibrate.cli import app
+
+app(prog_name="calibrate")

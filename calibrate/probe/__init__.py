@@ -1,0 +1,1 @@
+"""What a machine does, measured piece by piece: kernels, launches, collectives, contention; and its links."""
