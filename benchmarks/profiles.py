@@ -13,6 +13,7 @@ one model at a time for training runs) must fall. Where it does not, the prior s
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -51,18 +52,20 @@ class Stage:
     """Beginnings of keys."""
     rooms: tuple[str, ...]
     by: By
+    apart: float
+    """Deviation of one source's figures from another's that no constant has."""
 
 
 TABLES = Stage("tables of kernels and collectives", ("matmul.k_half", "matmul.small_tile_factor", "attention.", "link."),
-               ("hardware.", "links.nvlink", "links.pcie"), "twin")
+               ("hardware.", "links.nvlink", "links.pcie"), "twin", 0.0)
 RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "bandwidth.share", "host.eager.", "host.collective_s", "step.fixed_s",
-                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model")
+                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model", 0.05)
 
 
 def stage_fit(stage: Stage, evidence: Sequence[Evidence], say: Callable[[str], None]) -> tuple[Fit, dict[By, Held]]:
     """(fit, what it predicts of figures left out). Places that did not are held, and the rest is fitted again."""
     measured = [item for item in evidence if not item.profile.guess]
-    model = Model(measured, candidates(measured, lambda place, key: key.startswith(stage.keys) and place.startswith(stage.rooms)))
+    model = Model(measured, candidates(measured, lambda place, key: key.startswith(stage.keys) and place.startswith(stage.rooms)), stage.apart)
     refused: frozenset[str] = frozenset()
     while True:
         found = fit_model(model, held=refused)
@@ -151,7 +154,7 @@ def _is_from(source: str, point: Point) -> bool:
 def scatter_of(found: Fit, held: Mapping[By, Held]) -> dict[str, float]:
     """Per source, the scatter that the shipped profiles state: by framework for steps, the source's own for tables."""
     stated = time_scatter(found, held) if "model" in held else {}
-    out = dict(found.scatter)
+    out = {source: math.hypot(own, found.model.apart) for source, own in found.scatter.items()}
     for item in found.model.evidence:
         place = item.profile.constants["scatter.time"].place if "scatter.time" in item.profile.constants else ""
         if place in stated:

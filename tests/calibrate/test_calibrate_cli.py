@@ -64,8 +64,8 @@ def test_records_of_steps_are_fitted(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
     for hidden in (128, 256, 512, 1024):
-        run = build_run(model={"layers": 2, "hidden": hidden, "heads": hidden // 64, "ffn": 4 * hidden, "vocab": 2048}, cluster={"gpu": "cpu_epyc_2core", "gpus": 1},
-                        recipe={"seq_len": 256, "precision": "fp32"})
+        run = build_run(model={"layers": 2, "hidden": hidden, "heads": hidden // 64, "ffn": 4 * hidden, "vocab": 2048},
+                        cluster={"gpu": "cpu_epyc_2core", "gpus": 1}, recipe={"seq_len": 256, "precision": "fp32"})
         expected = predict(run, scaling=False).step_s
         assert expected is not None
         steps = tuple(1.3 * expected * f for f in (0.99, 1.0, 1.01))
@@ -73,7 +73,7 @@ def test_records_of_steps_are_fitted(tmp_path: Path) -> None:
         report = StepReport("run", (RoleReport("every rank", 1, 0, None, time, None),), 1, run.tokens_per_step)
         write_record(Record(run, "run", report, Outcome(), HERE, "2026-01-01T00:00:00+00:00", step_s={0: steps}), folder)
     profile = tmp_path / "here.toml"
-    code, out, err = call("fit", folder, "-o", profile)
+    code, _, err = call("fit", folder, "-o", profile)
     assert code == 0, err
     run = build_run(model={"layers": 2, "hidden": 512, "heads": 8, "ffn": 2048, "vocab": 2048}, cluster={"gpu": "cpu_epyc_2core", "gpus": 1},
                     recipe={"seq_len": 256, "precision": "fp32"})
