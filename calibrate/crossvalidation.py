@@ -48,10 +48,14 @@ def groups_of(points: Sequence[Point], by: By) -> list[int]:
     return [numbers.setdefault(root(label), len(numbers)) for label in labels]
 
 
+FOLDS = 40
+"""Groups are left out one by one up to this many, and several at a time beyond it."""
+
+
 def hold_out(fit: Fit, by: By) -> Held:
     """Leave every group out once. With a single group nothing is held out, and the residuals are not numbers."""
     points, columns = fit.model.points, list(fit.free)
-    labels = np.array(groups_of(points, by))
+    labels = np.array(groups_of(points, by)) % FOLDS
     out, spread = np.full(len(points), np.nan), np.full(len(points), np.nan)
     count = int(labels.max()) + 1 if len(labels) else 0
     whole, reaches = augmented(fit.model, columns, fit.jacobian, fit.scales)
