@@ -12,7 +12,8 @@ import pytest
 from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/questions.md", "docs/support.md")
+TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/questions.md", "docs/support.md",
+         "docs/calibrating.md")
 
 
 def read(name: str) -> str:
