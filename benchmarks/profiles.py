@@ -13,7 +13,6 @@ one model at a time for training runs) must fall. Where it does not, the prior s
 
 import argparse
 import json
-import math
 import re
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from calibrate.crossvalidation import By, Held, by_source, coverage, error_of, h
 from calibrate.evidence import Evidence, Point
 from calibrate.fit import Fit, Model, Parameter, candidates, fit_model
 from calibrate.profiles import fitted_constants, inline, profile_text, rounded, time_scatter
-from calibrate.report import SPLITS, percent
+from calibrate.report import SPLITS, percent, whole_scatter
 from costmodel.catalog.profiles import DATA, Constant, file_constants
 
 PRIORS = PUBLISHED / "priors.toml"
@@ -154,7 +153,7 @@ def _is_from(source: str, point: Point) -> bool:
 def scatter_of(found: Fit, held: Mapping[By, Held]) -> dict[str, float]:
     """Per source, the scatter that the shipped profiles state: by framework for steps, the source's own for tables."""
     stated = time_scatter(found, held) if "model" in held else {}
-    out = {source: math.hypot(own, found.model.apart) for source, own in found.scatter.items()}
+    out = whole_scatter(found)
     for item in found.model.evidence:
         place = item.profile.constants["scatter.time"].place if "scatter.time" in item.profile.constants else ""
         if place in stated:

@@ -211,13 +211,15 @@ class Fit:
         return np.asarray(self.covariance / np.outer(sd, sd))
 
 
-def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = None, *, required: Sequence[Parameter] = ()) -> Fit:
+def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = None, *, required: Sequence[Parameter] = (),
+        apart: float = 0.0) -> Fit:
     """Fit the constants that the evidence determines.
 
-    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. Raises FitError where there
+    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. `apart` is what sources differ
+    by that no constant has (see above). Raises FitError where there
     are fewer independent configurations than constants to determine, or none.
     """
-    return fit_model(Model(evidence, candidates(evidence) if parameters is None else parameters), required=required)
+    return fit_model(Model(evidence, candidates(evidence) if parameters is None else parameters, apart), required=required)
 
 
 def fit_model(model: Model, *, held: frozenset[str] = frozenset(), required: Sequence[Parameter] = ()) -> Fit:
@@ -323,7 +325,7 @@ def linear_minimum(model: Model, columns: Sequence[int], jacobian: Array, residu
 
     bounds = np.concatenate([low, np.full(sources, -np.inf)]), np.concatenate([high, np.full(sources, np.inf)])
     start = np.concatenate([np.clip(at, low + 1e-9, high - 1e-9), np.zeros(sources)])
-    done = least_squares(value, start, jac=lambda _: matrix, bounds=bounds, loss=loss_of(int(seen.sum())), x_scale=reach, max_nfev=100)
+    done = least_squares(value, start, jac=lambda _: matrix, bounds=bounds, loss=loss_of(int(seen.sum())), x_scale=reach, max_nfev=60, xtol=1e-6, ftol=1e-7)
     return np.asarray(done.x[:len(columns)]), np.asarray(belongs @ done.x[len(columns):])
 
 
