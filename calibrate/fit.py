@@ -73,6 +73,11 @@ class Parameter:
         return f"{self.place}: {self.key}"
 
     @property
+    def family(self) -> str:
+        """Place and kind of the constant: "hardware.h100_sxm attention"."""
+        return f"{self.place} {self.key.partition('.')[0]}"
+
+    @property
     def keys(self) -> tuple[str, ...]:
         return (self.key, *self.tied)
 
@@ -223,7 +228,7 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
 
 
 def fit_model(model: Model, *, held: frozenset[str] = frozenset(), required: Sequence[Parameter] = ()) -> Fit:
-    """`fit` on a model that is there already, without the constants of the places `held`."""
+    """`fit` on a model that is there already, without the constants of the families `held`."""
     parameters = model.parameters
     twins = len({point.twin or point.name for point in model.points})
     if twins < 3:
@@ -237,7 +242,7 @@ def fit_model(model: Model, *, held: frozenset[str] = frozenset(), required: Seq
     before, sensitivity = model.residuals(base), model.jacobian(base)
     prior = np.array([p.prior for p in parameters])
     limit = min(twins, len(parameters))
-    movable = np.array([p.place not in held for p in parameters])
+    movable = np.array([p.family not in held for p in parameters])
     free = informed(without_offsets(model, sensitivity / scales[:, None], scales) * movable * prior, limit)
     x, after, jacobian = base, before, sensitivity
     for _ in range(ROUNDS):
