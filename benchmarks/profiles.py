@@ -7,8 +7,9 @@ Two fits, the second on the constants of the first: attention rates, link curves
 sustained rates, host times and the fixed time of a step from training runs. The prior of every constant that may change is in
 published/priors.toml, as it was set by hand from the sources named there, so the same measurements give the same files.
 
-A constant is taken over only where it earns it: by place and kind (an accelerator's attention, a link), the error of figures left out of the fit (one configuration at a time for tables,
-one model at a time for training runs) must fall. Where it does not, the prior stays. Fallback profiles (those that say `guess`) are not fitted.
+A constant is taken over only where it earns it: by place and kind (an accelerator's attention, a link), the error of figures left out of the
+fit (one configuration at a time for tables, one model at a time for training runs) must fall. Where it does not, the prior stays. Fallback
+profiles (those that say `guess`) are not fitted.
 """
 
 import argparse
