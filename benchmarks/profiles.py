@@ -3,9 +3,10 @@
     python -m benchmarks.profiles            # fit, and say what would change (some minutes)
     python -m benchmarks.profiles --write    # and write costmodel/catalog/data/profiles and published/fitted.json
 
-Two fits, the second on the constants of the first: attention rates, link curves and what small matrices cost from tables of kernels and collectives alone; then
-sustained rates, host times and the fixed time of a step from training runs. The prior of every constant that may change is in
-published/priors.toml, as it was set by hand from the sources named there, so the same measurements give the same files.
+Two fits, the second on the constants of the first: attention rates from tables of kernels alone; then sustained arithmetic, host times and
+tensor parallelism's factors from training runs. The prior of every constant that may change is in published/priors.toml, as it was set by hand
+from the sources named there, so the same measurements give the same files. What small matrices cost and the curves of links were set by hand on
+the very tables: a fit gains under a point of mean error on them, and loses single points and other cards, so they are not fitted, only judged.
 
 A constant is taken over only where it earns it: by place and kind (an accelerator's attention, a link), the error of figures left out of the
 fit (one configuration at a time for tables, one model at a time for training runs) must fall. Where it does not, the prior stays. Fallback
@@ -14,6 +15,7 @@ profiles (those that say `guess`) are not fitted.
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -33,7 +35,7 @@ from benchmarks.kernels import kernel_evidence
 from calibrate.crossvalidation import By, Held, by_source, coverage, error_of, hold_out
 from calibrate.evidence import Evidence, Point
 from calibrate.fit import Fit, Model, Parameter, candidates, fit_model
-from calibrate.profiles import fitted_constants, inline, profile_text, rounded, time_scatter
+from calibrate.profiles import determined_constants, inline, profile_text, rounded, time_scatter
 from calibrate.report import SPLITS, percent, whole_scatter
 from costmodel.catalog.profiles import DATA, Constant, file_constants
 
@@ -56,9 +58,8 @@ class Stage:
     """Deviation of one source's figures from another's that no constant has."""
 
 
-TABLES = Stage("tables of kernels and collectives", ("matmul.k_half", "matmul.small_tile_factor", "attention.", "link."),
-               ("hardware.", "links.nvlink", "links.pcie"), "twin", 0.0)
-RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "bandwidth.share", "host.eager.", "host.collective_s", "step.fixed_s",
+TABLES = Stage("tables of kernels", ("attention.",), ("hardware.",), "twin", 0.0)
+RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "host.eager.", "host.collective_s", "step.fixed_s",
                                "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model", 0.05)
 
 
@@ -119,15 +120,19 @@ def write_shipped(constants: Iterable[tuple[str, Constant]]) -> list[Path]:
 
 
 def shipped_constants(found: Fit) -> list[tuple[str, Constant]]:
-    """What a fit gives to the shipped files: determined constants, each with the sources that say most of it."""
-    chosen = [(key, c) for key, c in fitted_constants(found, date=DATE, versions="") if c.basis == "fitted"]
-    return [(key, c._replace(source=f"{c.source}; prior {prior(key, c.place)}")) for key, c in chosen]
+    """What a fit gives to the shipped files: determined constants, each with the sources that say most of it, and as sure as another machine of
+    the kind allows."""
+    return [(key, c._replace(log_sd=rounded(math.hypot(c.log_sd, MACHINES), 2), source=f"{c.source}; prior {prior(key, c.place)}"))
+            for key, c in determined_constants(found, date=DATE, versions="")]
+
+
+MACHINES = 0.05
+"""Deviation of one machine from another of its kind, as of the surest priors: a shipped constant is for machines that were not measured."""
 
 
 def prior(key: str, place: str) -> str:
-    """The prior's value and source in words."""
-    constant = file_constants(PRIORS)[place, key]
-    return f"{constant.value:g} from {constant.source}"
+    """The prior's value; its source stands in the file of priors."""
+    return f"{file_constants(PRIORS)[place, key].value:g}"
 
 
 def summary(found: Fit, held: Mapping[By, Held]) -> dict[str, Any]:
@@ -190,14 +195,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         constants += [("scatter.time", Constant(rounded(s, 2), "log", 0.0, "training runs left out of the fit, one model at a time: robust scatter",
                                                 "fitted", DATE, "", place)) for place, s in time_scatter(found, held).items()]
     if arguments.write:
-        write_shipped(constants)
+        stages = (*((TABLES,) if arguments.stage != "runs" else ()), *((RUNS,) if arguments.stage != "tables" else ()))
+        priors = [(key, constant) for (_, key), constant in file_constants(PRIORS).items() if any(key.startswith(stage.keys) for stage in stages)]
+        write_shipped([*priors, *constants])
         FITTED.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 0
 
 
 def _base(constants: Iterable[tuple[str, Constant]]) -> str:
-    """A profile file of the priors with some constants of the first fit in their place."""
-    known = {(place, key): constant for (place, key), constant in file_constants(PRIORS).items()}
+    """A profile file for the second fit: its priors, and constants of the first where it was not written."""
+    known = {(place, key): constant for (place, key), constant in file_constants(PRIORS).items() if key.startswith(RUNS.keys)}
     known |= {(constant.place, key): constant for key, constant in constants}
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="base-", delete=False, encoding="utf-8") as file:
         file.write(profile_text("base", ((key, constant) for (_, key), constant in known.items())))

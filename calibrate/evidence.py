@@ -40,6 +40,8 @@ class Point:
     cluster: str = ""
     twin: str = ""
     """Points of one twin describe one configuration; a split never parts them."""
+    setting: str = ""
+    """Points of one setting (a publisher's software on one kind of machine) may share an offset that no constant has; empty: the source."""
 
 
 class Evidence(Protocol):

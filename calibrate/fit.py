@@ -5,8 +5,8 @@ What is minimised, over x = log(constant / base):
     sum over points   c² log(1 + (r / (c s))²)      r = log(predicted / measured), s the scatter of its source
   + sum over constants  (x / prior)²                prior = the base profile's log_sd
 
-Where `apart` is above 0, each source also has an offset of its own, normal with that deviation, that no prediction uses: publishers differ
-in software and settings that no constant stands for, and without it one publisher's bias would go into a constant of the hardware.
+Where `apart` is above 0, each setting (a publisher on one kind of machine) also has an offset of its own, normal with that deviation, that no
+prediction uses: publishers differ in software that no constant stands for, and a constant moves as far as several of them agree.
 
 The Cauchy loss (c = 2.385, 95% efficient on a normal) bounds what an outlier can do; priors are not robust: they hold constants that no
 point determines. Scatter is estimated from the residuals of each source and the fit repeated. Which constants may move is decided
@@ -130,8 +130,9 @@ class Model:
             self.rows.append(slice(start, start + len(item.points)))
             start += len(item.points)
         self.measured = np.array([math.log(point.measured) for point in self.points])
-        self.sources = {source: k for k, source in enumerate(dict.fromkeys(point.source for point in self.points))}
-        self.source_of = np.array([self.sources[point.source] for point in self.points], dtype=int)
+        settings = [point.setting or point.source for point in self.points]
+        self.settings = {setting: k for k, setting in enumerate(dict.fromkeys(settings))}
+        self.setting_of = np.array([self.settings[setting] for setting in settings], dtype=int)
         self._known: list[tuple[tuple[float, ...], list[float]] | None] = [None] * len(self.evidence)
         self._derivatives: tuple[bytes, Array] | None = None
 
@@ -220,7 +221,7 @@ def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = N
         apart: float = 0.0) -> Fit:
     """Fit the constants that the evidence determines.
 
-    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. `apart` is what sources differ
+    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. `apart` is what settings differ
     by that no constant has (see above). Raises FitError where there
     are fewer independent configurations than constants to determine, or none.
     """
@@ -308,14 +309,14 @@ def descend(model: Model, free: Sequence[int], x: Array, here: Array, jacobian: 
 
 
 def objective(model: Model, x: Array, residuals: Array, scales: Array) -> float:
-    """What is minimised, the offsets of the sources given; see the head of this file."""
+    """What is minimised, the offsets of the settings given; see the head of this file."""
     prior = np.array([p.prior for p in model.parameters])
     return float(CAUCHY**2 * np.log1p((residuals / (CAUCHY * scales)) ** 2).sum() + ((x / prior) ** 2).sum())
 
 
 def linear_minimum(model: Model, columns: Sequence[int], jacobian: Array, residuals: Array, scales: Array, at: Array,
                    seen: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
-    """(values of some parameters, offset of every point's source) at the minimum of the problem linearised at `at`, within bounds, on the
+    """(values of some parameters, offset of every point's setting) at the minimum of the problem linearised at `at`, within bounds, on the
     points `seen`."""
     low, high = (np.array(values) for values in zip(*((model.parameters[j].low, model.parameters[j].high) for j in columns), strict=True))
     scaled, reach = augmented(model, columns, jacobian, scales)
@@ -363,33 +364,33 @@ def spread_by_source(points: Sequence[Point], residuals: Array) -> dict[str, flo
 
 
 def offsets(model: Model, residuals: Array, scales: Array) -> Array:
-    """The offset of every point's source that goes with some residuals; 0 where sources are not taken to be apart."""
-    out = np.zeros(len(model.sources))
+    """The offset of every point's setting that goes with some residuals; 0 where settings are not taken to be apart."""
+    out = np.zeros(len(model.settings))
     if model.apart > 0.0:
         for k in range(len(out)):
-            own = model.source_of == k
+            own = model.setting_of == k
             for _ in range(10):
                 weight = weights(residuals[own] + out[k], scales[own]) / scales[own] ** 2
                 out[k] = -float((weight * residuals[own]).sum() / (weight.sum() + 1.0 / model.apart**2))
-    return np.asarray(out[model.source_of])
+    return np.asarray(out[model.setting_of])
 
 
 def without_offsets(model: Model, scaled: Array, scales: Array) -> Array:
-    """Scaled sensitivities, of which each source's mean counts only as far as its offset leaves it free."""
+    """Scaled sensitivities, of which each setting's mean counts only as far as its offset leaves it free."""
     if model.apart <= 0.0:
         return scaled
     out = scaled.copy()
-    for k in range(len(model.sources)):
-        own = model.source_of == k
+    for k in range(len(model.settings)):
+        own = model.setting_of == k
         free = 1.0 / math.sqrt(1.0 + own.sum() * (model.apart / float(np.median(scales[own]))) ** 2)
         out[own] -= (1.0 - free) * scaled[own].mean(axis=0)
     return out
 
 
 def augmented(model: Model, columns: Sequence[int], jacobian: Array, scales: Array) -> tuple[Array, Array]:
-    """(scaled sensitivities with a column for each source's offset, prior deviation of every column)."""
-    sources = len(model.sources) if model.apart > 0.0 else 0
-    belongs = np.eye(len(model.sources))[model.source_of][:, :sources]
+    """(scaled sensitivities with a column for each setting's offset, prior deviation of every column)."""
+    sources = len(model.settings) if model.apart > 0.0 else 0
+    belongs = np.eye(len(model.settings))[model.setting_of][:, :sources]
     prior = np.array([model.parameters[j].prior for j in columns])
     return np.hstack([jacobian[:, list(columns)], belongs]) / scales[:, None], np.concatenate([prior, np.full(sources, model.apart)])
 
@@ -401,7 +402,7 @@ def inverse_curvature(scaled: Array, weight: Array, reach: Array) -> Array:
 
 def robust_covariance(model: Model, columns: Sequence[int], jacobian: Array, left: Array, scales: Array) -> Array:
     """The sandwich H⁻¹ (G + P) H⁻¹: H the curvature, G the scores summed by twin and then squared, P the priors' precision; at least H⁻¹,
-    for few twins make the sandwich too small. `left` are residuals with the sources' offsets, which are marginalised.
+    for few twins make the sandwich too small. `left` are residuals with the settings' offsets, which are marginalised.
 
     White 1980, clustered as Liang and Zeger 1986.
     """
@@ -447,8 +448,13 @@ def _speakers(points: Sequence[Point], column: Array) -> tuple[str, ...]:
     return tuple(source for source, share in sorted(shares.items(), key=lambda kv: -kv[1]) if share >= 0.1 * whole)
 
 
+ALIKE = 0.5
+"""Cosine between the effects of two constants from which one stands for the other."""
+
+
 def _stand_in(scaled: Array, j: int, free: Sequence[int], parameters: Sequence[Parameter]) -> str:
     """The free constant whose effect on the points is most like that of a held one."""
     norms = np.linalg.norm(scaled, axis=0)
     likeness = {k: abs(float(scaled[:, j] @ scaled[:, k])) / (norms[j] * norms[k]) for k in free if norms[k] > 0}
-    return parameters[max(likeness, key=lambda k: likeness[k])].name if likeness else ""
+    nearest = max(likeness, key=lambda k: likeness[k], default=None)
+    return parameters[nearest].name if nearest is not None and likeness[nearest] > ALIKE else ""

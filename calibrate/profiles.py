@@ -16,19 +16,23 @@ def rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def fitted_constants(fit: Fit, *, date: str, versions: str) -> list[tuple[str, Constant]]:
-    """(key, constant) of what a fit determined, and of what it holds whose product with a determined one is now known better than alone."""
+def determined_constants(fit: Fit, *, date: str, versions: str) -> list[tuple[str, Constant]]:
+    """(key, constant) of what a fit determined."""
     out = []
-    for found in fit.found:
+    for found in fit.determined:
         p = found.parameter
-        if found.determined:
-            new = Constant(rounded(found.value), p.base.unit, rounded(found.log_sd, 2), "; ".join(found.sources), "fitted", date, versions, p.place)
-        elif found.with_:
-            words = f"held; {found.with_} was fitted, and only together do they show"
-            new = Constant(p.base.value, p.base.unit, rounded(found.log_sd, 2), f"{words}; {p.base.source}", p.base.basis, date, versions, p.place)
-        else:
-            continue
+        new = Constant(rounded(found.value), p.base.unit, rounded(found.log_sd, 2), "; ".join(found.sources), "fitted", date, versions, p.place)
         out += [(key, new) for key in p.keys]
+    return out
+
+
+def held_constants(fit: Fit, *, date: str, versions: str) -> list[tuple[str, Constant]]:
+    """(key, constant) of what a fit holds while their product with a determined one is now known better than either was."""
+    out = []
+    for found in (f for f in fit.found if f.with_):
+        p = found.parameter
+        words = f"held; {found.with_} was fitted, and only together do they show; {p.base.source}"
+        out += [(key, p.base._replace(log_sd=rounded(found.log_sd, 2), source=words, date=date, versions=versions)) for key in p.keys]
     return out
 
 
@@ -55,7 +59,7 @@ def fitted_profile(fit: Fit, held: Mapping[By, Held], name: str, dates: Sequence
     sources = sorted({point.source for point in fit.model.points})
     source = "; ".join(sources[:MOST_SOURCES]) + (f"; {len(sources) - MOST_SOURCES} more" if len(sources) > MOST_SOURCES else "")
     date, words = max(dates, default="")[:10], environment_words(versions)
-    constants = fitted_constants(fit, date=date, versions=words)
+    constants = [*determined_constants(fit, date=date, versions=words), *held_constants(fit, date=date, versions=words)]
     for place, scatter in time_scatter(fit, held).items():
         constants.append(("scatter.time", Constant(rounded(scatter, 2), "log", 0.0, f"steps left out of the fit: {source}", "fitted", date, words, place)))
     return profile_text(name, constants, (f"Written by calibrate fit from {len(fit.model.points)} figures.",))

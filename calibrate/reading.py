@@ -105,7 +105,8 @@ def record_points(name: str, record: Record) -> Iterator[Point]:
     assert record.report is not None
     run = record.run
     source = f"{record.provenance} on {record.environment.host}" if record.environment else record.source or record.provenance
-    common = {"source": source, "model": run.model.name, "cluster": f"{run.cluster.gpus} x {run.cluster.accelerator.name}", "twin": twin_of(run)}
+    common = {"source": source, "model": run.model.name, "cluster": f"{run.cluster.gpus} x {run.cluster.accelerator.name}", "twin": twin_of(run),
+              "setting": f"{source} on {run.cluster.accelerator.name}"}
     seconds = slowest(record)
     if seconds:
         yield Point(name, figure="time", measured=statistics.median(seconds), noise=math.hypot(LEAST_NOISE, repeat_noise(seconds)), **common)

@@ -53,6 +53,7 @@ def published_evidence(records: Iterable[Mapping[str, Any]], rules: Rules, base:
             run = read(record, rules).run
             common = {"source": rules.source_of(record).name, "model": run.model.name, "twin": configuration(run),
                       "cluster": f"{run.cluster.gpus} x {run.cluster.accelerator.name}"}
+            common["setting"] = f"{common['source']} on {run.cluster.accelerator.name}"
             points = []
             step = step_of(run, measured)
             if step and "time" not in suspect and not look_up(measured, "other.launch_bound"):
@@ -60,7 +61,7 @@ def published_evidence(records: Iterable[Mapping[str, Any]], rules: Rules, base:
             reserved = dict(memory_figures(measured)).get("reserved")
             last = str(look_up(measured, "other.mem_rank") or "").startswith("last")
             if reserved and "memory" not in suspect and not last and run.cluster.accelerator.kernel_table == "cuda":
-                apart = {**common, "source": f"{common['source']}, memory"}
+                apart = {**common, "source": f"{common['source']}, memory", "setting": ""}
                 points.append(Point(name, figure="reserved", measured=reserved * GIB, noise=NOISE["reserved"], **apart))
             if points:
                 out.append(step_evidence(run, load_profile(run, base), points))

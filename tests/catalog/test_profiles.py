@@ -52,20 +52,44 @@ def test_accelerators_with_measured_matmuls_are_no_guess_and_others_are() -> Non
     assert profile_of("l4", gpus=1).guess
 
 
-def test_published_sustained_shares_are_reproduced() -> None:
-    """llm-foundry and torchtitan training runs: 0.79 on A100, 0.69 on H100, 0.51 on the 500 W H100, large matrices."""
-    for gpu, share in (("a100", 0.79), ("h100", 0.69), ("h100_sxm_96gb_500w", 0.51)):
+def test_rates_sustained_in_training_are_below_those_of_benchmarks_but_not_by_more_than_power_explains() -> None:
+    """ai-dynamo/aiconfigurator, median of large GEMMs over the peak: A100 0.833, H100 0.784. A GPU that trains is up to 1.3 times slower than one
+    that runs a single kernel for a moment (costmodel/cost/compute.py)."""
+    for gpu, benchmark in (("a100", 0.833), ("h100", 0.784)):
         profile = profile_of(gpu)
         on_large = profile.value("matmul.bf16.peak_share") * 5120 / (5120 + profile.value("matmul.k_half"))
-        assert on_large == pytest.approx(share, rel=0.02)
+        assert benchmark / 1.3 <= on_large <= benchmark
 
 
 def test_a_constant_carries_unit_spread_source_and_basis() -> None:
-    constant = profile_of("h100").constant("overlap.contention")
-    assert constant.unit == "s/s"
+    constant = profile_of("h100").constant("tp.async_exposed")
+    assert constant.unit == "share"
     assert constant.basis == "fitted"
-    assert constant.log_sd == 0.5
-    assert "llm-foundry" in constant.source
+    assert constant.log_sd == 0.3
+    assert "torchtitan" in constant.source
+    assert constant.place == "software.pytorch"
+
+
+def test_a_file_may_hold_several_machines_by_place(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text('[hardware.h100_sxm.bandwidth]\nshare = 0.5\n'
+                    '[hardware.a100_sxm_80gb.bandwidth]\nshare = {value = 0.6, unit = "share", date = "2026-01-01"}\n'
+                    "[links.shm.link.shm]\nshare = 0.2\n")
+    on = {gpu: load_profile(run_on(cluster(8, gpu=gpu)), str(path)) for gpu in ("h100", "a100", "b200")}
+    assert on["h100"].value("bandwidth.share") == 0.5
+    assert on["a100"].value("bandwidth.share") == 0.6
+    assert on["a100"].constant("bandwidth.share").date == "2026-01-01"
+    assert on["b200"].value("bandwidth.share") == profile_of("b200").value("bandwidth.share")
+
+
+@pytest.mark.parametrize(("text", "message"), [("[hardware.nowhere.bandwidth]\nshare = 0.5\n", "no shipped file has that name"),
+                                               ("[hardware.h100_sxm.bandwidth]\nshares = 0.5\n", "a constant that hardware.h100_sxm does not have"),
+                                               ("[hosts.cpu.host]\nmultiplier = -1\n", "a finite number that is not negative")])
+def test_a_mistake_under_a_place_names_it(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        load_profile(run_on(cluster(8, gpu="h100")), str(path))
 
 
 def test_every_shipped_constant_is_complete_and_plausible() -> None:

