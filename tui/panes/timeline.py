@@ -106,7 +106,7 @@ class Timeline(Pane):
                 app.call_from_thread(self.say, f"{error.rule} {error.fix}")
                 return
             for lane in lanes_of(lanes.timelines, lanes.axes, 0, rows):
-                if self.run is not state.run:
+                if self.run is not state.run or app.leaving:
                     return
                 items(lanes, lane, Window(0.0, lanes.step_s), width)
             lanes.eager = False
