@@ -66,4 +66,5 @@ while IFS= read -r line || [[ -n $line ]]; do
     printf '%-22s exit %3d  %3d s  %s\n' "$name" "$code" $((SECONDS - begun)) "$( ((code)) && tail -n 1 <<<"$said" | cut -c1-150)"
 done <"$list"
 echo "$measured measured, $ended_badly ended badly, $left left out for lack of time; $((SECONDS - started)) s; records in $out"
+if ((measured > 0)); then "$python" "$root/benchmarks/measured.py" "$out"; fi
 ((measured + ended_badly > 0)) && compgen -G "$out/*.json" >/dev/null

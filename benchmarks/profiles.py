@@ -7,8 +7,9 @@ Two fits, the second on the constants of the first: attention rates, link curves
 sustained rates, host times and the fixed time of a step from training runs. The prior of every constant that may change is in
 published/priors.toml, as it was set by hand from the sources named there, so the same measurements give the same files.
 
-A constant is taken over only where it earns it: by place, the error of figures left out of the fit (one configuration at a time for tables,
-one model at a time for training runs) must fall. Where it does not, the prior stays. Fallback profiles (those that say `guess`) are not fitted.
+A constant is taken over only where it earns it: by place and kind (an accelerator's attention, a link), the error of figures left out of the
+fit (one configuration at a time for tables, one model at a time for training runs) must fall. Where it does not, the prior stays. Fallback
+profiles (those that say `guess`) are not fitted.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from calibrate.crossvalidation import By, Held, by_source, coverage, error_of, h
 from calibrate.evidence import Evidence, Point
 from calibrate.fit import Fit, Model, Parameter, candidates, fit_model
 from calibrate.profiles import fitted_constants, inline, profile_text, rounded, time_scatter
-from calibrate.report import SPLITS, percent
+from calibrate.report import SPLITS, percent, whole_scatter
 from costmodel.catalog.profiles import DATA, Constant, file_constants
 
 PRIORS = PUBLISHED / "priors.toml"
@@ -51,40 +52,42 @@ class Stage:
     """Beginnings of keys."""
     rooms: tuple[str, ...]
     by: By
+    apart: float
+    """Deviation of one source's figures from another's that no constant has."""
 
 
 TABLES = Stage("tables of kernels and collectives", ("matmul.k_half", "matmul.small_tile_factor", "attention.", "link."),
-               ("hardware.", "links.nvlink", "links.pcie"), "twin")
+               ("hardware.", "links.nvlink", "links.pcie"), "twin", 0.0)
 RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "bandwidth.share", "host.eager.", "host.collective_s", "step.fixed_s",
-                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model")
+                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model", 0.05)
 
 
 def stage_fit(stage: Stage, evidence: Sequence[Evidence], say: Callable[[str], None]) -> tuple[Fit, dict[By, Held]]:
-    """(fit, what it predicts of figures left out). Places that did not are held, and the rest is fitted again."""
+    """(fit, what it predicts of figures left out). Families that earn nothing are held, and the rest is fitted again."""
     measured = [item for item in evidence if not item.profile.guess]
-    model = Model(measured, candidates(measured, lambda place, key: key.startswith(stage.keys) and place.startswith(stage.rooms)))
+    model = Model(measured, candidates(measured, lambda place, key: key.startswith(stage.keys) and place.startswith(stage.rooms)), stage.apart)
     refused: frozenset[str] = frozenset()
     while True:
         found = fit_model(model, held=refused)
         left = hold_out(found, stage.by)
-        worse = {place for place, (before, after) in by_place(found, left).items() if after >= before}
+        worse = {family for family, (before, after) in by_family(found, left).items() if after >= before}
         say(f"{stage.name}: {len(found.determined)} constants determined; no gain for {', '.join(sorted(worse)) or 'none'}")
         if not worse:
             return found, {stage.by: left}
         refused |= worse
 
 
-def by_place(found: Fit, left: Held) -> dict[str, tuple[float, float]]:
-    """Per place with a determined constant: mean error of the figures that one of them moves, before the fit and left out of it."""
+def by_family(found: Fit, left: Held) -> dict[str, tuple[float, float]]:
+    """Per family with a determined constant: mean error of the figures that one of them moves, before the fit and left out of it."""
     out = {}
     columns: dict[str, list[int]] = defaultdict(list)
     for j in found.free:
-        columns[found.model.parameters[j].place].append(j)
-    for place, own in columns.items():
+        columns[found.model.parameters[j].family].append(j)
+    for family, own in columns.items():
         moved = (np.abs(found.jacobian[:, own]).max(axis=1) > LEAST_EFFECT) & np.isfinite(left.residuals)
         before, after = error_of(found.before[moved]), error_of(left.residuals[moved])
         if before and after:
-            out[place] = before.mean_abs, after.mean_abs
+            out[family] = before.mean_abs, after.mean_abs
     return out
 
 
@@ -151,7 +154,7 @@ def _is_from(source: str, point: Point) -> bool:
 def scatter_of(found: Fit, held: Mapping[By, Held]) -> dict[str, float]:
     """Per source, the scatter that the shipped profiles state: by framework for steps, the source's own for tables."""
     stated = time_scatter(found, held) if "model" in held else {}
-    out = dict(found.scatter)
+    out = whole_scatter(found)
     for item in found.model.evidence:
         place = item.profile.constants["scatter.time"].place if "scatter.time" in item.profile.constants else ""
         if place in stated:

@@ -40,6 +40,8 @@ def fit(
     constants: Annotated[list[str] | None, typer.Option("--constants", metavar="PATTERN", show_default=False,
                                                         help="Fit only these, such as 'bandwidth.*' or 'hosts.cpu: *'; may be given again.")] = None,
     loosen: Annotated[float, typer.Option("--loosen", metavar="FACTOR", min=0.01, help="Take the base profile's uncertainties this many times as wide.")] = 1.0,
+    apart: Annotated[float, typer.Option("--apart", metavar="SHARE", min=0.0, help="What sources differ by that no constant has, such as 0.05 for "
+                                         "publishers with software of their own.")] = 0.0,
     name: Annotated[str, typer.Option("--name", help="Name of the profile. Default: the file's.", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/calibrating.md) instead of the text.", show_default=False)] = False,
 ) -> None:
@@ -63,7 +65,7 @@ def fit(
 
         chosen = candidates(read.evidence, wanted, loosen)
         exact = [p for p in chosen if p.key in patterns or p.name in patterns]
-        found = fit_evidence(read.evidence, chosen, required=exact)
+        found = fit_evidence(read.evidence, chosen, required=exact, apart=apart)
     except (ReadingError, FitError) as error:
         raise InputError(str(error)) from None
     held = {by: hold_out(found, by) for by in SPLITS}

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from calibrate.evidence import Point
-from calibrate.fit import Array, Fit, linear_minimum, weights
+from calibrate.fit import Array, Fit, augmented, inverse_curvature, linear_minimum, weights
 from costmodel.repricing import NINE_IN_TEN
 
 By = Literal["source", "model", "cluster", "twin"]
@@ -48,13 +48,17 @@ def groups_of(points: Sequence[Point], by: By) -> list[int]:
     return [numbers.setdefault(root(label), len(numbers)) for label in labels]
 
 
+FOLDS = 40
+"""Groups are left out one by one up to this many, and several at a time beyond it."""
+
+
 def hold_out(fit: Fit, by: By) -> Held:
     """Leave every group out once. With a single group nothing is held out, and the residuals are not numbers."""
     points, columns = fit.model.points, list(fit.free)
-    labels = np.array(groups_of(points, by))
+    labels = np.array(groups_of(points, by)) % FOLDS
     out, spread = np.full(len(points), np.nan), np.full(len(points), np.nan)
     count = int(labels.max()) + 1 if len(labels) else 0
-    prior = np.array([fit.model.parameters[j].prior for j in columns])
+    whole, reaches = augmented(fit.model, columns, fit.jacobian, fit.scales)
     jacobian, at = fit.jacobian[:, columns], fit.x[columns]
     owner = [i for i, rows in enumerate(fit.model.rows) for _ in range(rows.start, rows.stop)]
     for group in range(count if count > 1 else 0):
@@ -62,10 +66,9 @@ def hold_out(fit: Fit, by: By) -> Held:
         x = fit.x.copy()
         inverse = np.zeros((0, 0))
         if columns:
-            x[columns] = linear_minimum(fit.model, columns, jacobian[seen], fit.after[seen], fit.scales[seen], at)
-            scaled = jacobian[seen] / fit.scales[seen, None]
-            weight = weights(fit.after[seen] + jacobian[seen] @ (x[columns] - at), fit.scales[seen])
-            inverse = np.linalg.inv(scaled.T @ (weight[:, None] * scaled) + np.diag(1.0 / prior**2))
+            x[columns], offset = linear_minimum(fit.model, columns, fit.jacobian, fit.after, fit.scales, at, seen)
+            weight = weights((fit.after + jacobian @ (x[columns] - at) + offset)[seen], fit.scales[seen])
+            inverse = inverse_curvature(whole[seen], weight, reaches)[:len(columns), :len(columns)]
         left = np.flatnonzero(~seen)
         out[left] = fit.model.residuals(x, sorted({owner[i] for i in left}))[left]
         spread[left] = np.sqrt(np.einsum("ij,jk,ik->i", jacobian[left], inverse, jacobian[left])) if columns else 0.0

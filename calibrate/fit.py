@@ -5,6 +5,9 @@ What is minimised, over x = log(constant / base):
     sum over points   c² log(1 + (r / (c s))²)      r = log(predicted / measured), s the scatter of its source
   + sum over constants  (x / prior)²                prior = the base profile's log_sd
 
+Where `apart` is above 0, each source also has an offset of its own, normal with that deviation, that no prediction uses: publishers differ
+in software and settings that no constant stands for, and without it one publisher's bias would go into a constant of the hardware.
+
 The Cauchy loss (c = 2.385, 95% efficient on a normal) bounds what an outlier can do; priors are not robust: they hold constants that no
 point determines. Scatter is estimated from the residuals of each source and the fit repeated. Which constants may move is decided
 first, by pivoted QR on the sensitivities (Golub and Van Loan, section 5.4): a constant stays at its prior where the points, the others
@@ -70,6 +73,11 @@ class Parameter:
         return f"{self.place}: {self.key}"
 
     @property
+    def family(self) -> str:
+        """Place and kind of the constant: "hardware.h100_sxm attention"."""
+        return f"{self.place} {self.key.partition('.')[0]}"
+
+    @property
     def keys(self) -> tuple[str, ...]:
         return (self.key, *self.tied)
 
@@ -110,8 +118,8 @@ def candidates(evidence: Iterable[Evidence], wanted: Callable[[str, str], bool] 
 class Model:
     """Log predictions of all evidence as a function of x, and their derivatives; each piece is priced again only where x moved it."""
 
-    def __init__(self, evidence: Sequence[Evidence], parameters: Sequence[Parameter]) -> None:
-        self.evidence, self.parameters = tuple(evidence), tuple(parameters)
+    def __init__(self, evidence: Sequence[Evidence], parameters: Sequence[Parameter], apart: float = 0.0) -> None:
+        self.evidence, self.parameters, self.apart = tuple(evidence), tuple(parameters), apart
         index = {(p.place, key): j for j, p in enumerate(parameters) for key in p.keys}
         self.uses = [tuple(dict.fromkeys(index[c.place, key] for key, c in item.profile.constants.items() if (c.place, key) in index and item.bears_on(key)))
                      for item in evidence]
@@ -122,6 +130,8 @@ class Model:
             self.rows.append(slice(start, start + len(item.points)))
             start += len(item.points)
         self.measured = np.array([math.log(point.measured) for point in self.points])
+        self.sources = {source: k for k, source in enumerate(dict.fromkeys(point.source for point in self.points))}
+        self.source_of = np.array([self.sources[point.source] for point in self.points], dtype=int)
         self._known: list[tuple[tuple[float, ...], list[float]] | None] = [None] * len(self.evidence)
         self._derivatives: tuple[bytes, Array] | None = None
 
@@ -206,17 +216,19 @@ class Fit:
         return np.asarray(self.covariance / np.outer(sd, sd))
 
 
-def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = None, *, required: Sequence[Parameter] = ()) -> Fit:
+def fit(evidence: Sequence[Evidence], parameters: Sequence[Parameter] | None = None, *, required: Sequence[Parameter] = (),
+        apart: float = 0.0) -> Fit:
     """Fit the constants that the evidence determines.
 
-    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. Raises FitError where there
+    `parameters` are the candidates (None: every uncertain constant); each of `required` must be determined. `apart` is what sources differ
+    by that no constant has (see above). Raises FitError where there
     are fewer independent configurations than constants to determine, or none.
     """
-    return fit_model(Model(evidence, candidates(evidence) if parameters is None else parameters), required=required)
+    return fit_model(Model(evidence, candidates(evidence) if parameters is None else parameters, apart), required=required)
 
 
 def fit_model(model: Model, *, held: frozenset[str] = frozenset(), required: Sequence[Parameter] = ()) -> Fit:
-    """`fit` on a model that is there already, without the constants of the places `held`."""
+    """`fit` on a model that is there already, without the constants of the families `held`."""
     parameters = model.parameters
     twins = len({point.twin or point.name for point in model.points})
     if twins < 3:
@@ -230,25 +242,27 @@ def fit_model(model: Model, *, held: frozenset[str] = frozenset(), required: Seq
     before, sensitivity = model.residuals(base), model.jacobian(base)
     prior = np.array([p.prior for p in parameters])
     limit = min(twins, len(parameters))
-    movable = np.array([p.place not in held for p in parameters])
-    free = informed(sensitivity * movable * (prior / scales[:, None]), limit)
+    movable = np.array([p.family not in held for p in parameters])
+    free = informed(without_offsets(model, sensitivity / scales[:, None], scales) * movable * prior, limit)
     x, after, jacobian = base, before, sensitivity
     for _ in range(ROUNDS):
         x, after, jacobian = settle(model, free, x, after, jacobian, scales)
-        scatter = spread_by_source(model.points, after)
+        scatter = spread_by_source(model.points, after + offsets(model, after, scales))
         scales = np.array([scatter[point.source] for point in model.points])
-        known = jacobian * (prior * np.sqrt(weights(after, scales))[:, None] / scales[:, None])
+        weight = weights(after + offsets(model, after, scales), scales)
+        known = without_offsets(model, jacobian / scales[:, None], scales) * np.sqrt(weight)[:, None] * prior
         kept = informed(known * np.isin(np.arange(len(parameters)), free), limit)
         x, free = np.where(np.isin(np.arange(len(parameters)), kept), x, 0.0), kept
     x, after, _ = settle(model, free, x, model.residuals(x), jacobian, scales)
     jacobian = model.jacobian(x)
-    scatter = spread_by_source(model.points, after)
+    left = after + offsets(model, after, scales)
+    scatter = spread_by_source(model.points, left)
     missing = [p.name for j, p in enumerate(parameters) if p in required and j not in free]
     if missing:
         raise FitError(f"the records do not determine {', '.join(missing)}: its effect is too small, or that of other constants. "
                        "Leave it out, or give records that it matters to.")
-    covariance = robust_covariance(model.points, jacobian[:, free], after, scales, prior[list(free)])
-    found = _describe(model, free, x, covariance, jacobian, scales, after)
+    covariance = robust_covariance(model, free, jacobian, left, scales)
+    found = _describe(model, free, x, covariance, jacobian, scales, left)
     return Fit(model, found, free, x, covariance, scatter, jacobian, before, after, scales)
 
 
@@ -283,34 +297,41 @@ def descend(model: Model, free: Sequence[int], x: Array, here: Array, jacobian: 
     if not columns:
         return np.zeros(len(model.parameters))
     moved = x.copy()
-    moved[columns] = linear_minimum(model, columns, jacobian[:, columns], here, scales, x[columns])
-    start = objective(model, x, here, scales)
+    everything = np.ones(len(here), dtype=bool)
+    moved[columns], offsets = linear_minimum(model, columns, jacobian, here, scales, x[columns], everything)
+    start = objective(model, x, here + offsets, scales)
     for _ in range(HALVINGS):
-        if objective(model, moved, model.residuals(moved), scales) <= start:
+        if objective(model, moved, model.residuals(moved) + offsets, scales) <= start:
             break
         moved = (x + moved) / 2
     return moved
 
 
 def objective(model: Model, x: Array, residuals: Array, scales: Array) -> float:
-    """What is minimised; see the head of this file."""
+    """What is minimised, the offsets of the sources given; see the head of this file."""
     prior = np.array([p.prior for p in model.parameters])
     return float(CAUCHY**2 * np.log1p((residuals / (CAUCHY * scales)) ** 2).sum() + ((x / prior) ** 2).sum())
 
 
-def linear_minimum(model: Model, columns: Sequence[int], jacobian: Array, residuals: Array, scales: Array, at: Array) -> Array:
-    """Values of some parameters at the minimum of the problem linearised at `at`, within their bounds."""
-    chosen = [model.parameters[j] for j in columns]
-    prior, low, high = (np.array(values) for values in zip(*((p.prior, p.low, p.high) for p in chosen), strict=True))
-    scaled = jacobian / scales[:, None]
-    matrix = np.vstack([scaled, np.diag(1.0 / prior)])
+def linear_minimum(model: Model, columns: Sequence[int], jacobian: Array, residuals: Array, scales: Array, at: Array,
+                   seen: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
+    """(values of some parameters, offset of every point's source) at the minimum of the problem linearised at `at`, within bounds, on the
+    points `seen`."""
+    low, high = (np.array(values) for values in zip(*((model.parameters[j].low, model.parameters[j].high) for j in columns), strict=True))
+    scaled, reach = augmented(model, columns, jacobian, scales)
+    belongs, scaled = scaled[:, len(columns):] * scales[:, None], scaled[seen]
+    sources = len(reach) - len(columns)
+    matrix = np.vstack([scaled, np.diag(1.0 / reach)])
+    origin = np.concatenate([at, np.zeros(sources)])
+    target = residuals[seen] / scales[seen]
 
     def value(x: Array) -> Array:
-        return np.concatenate([residuals / scales + scaled @ (x - at), x / prior])
+        return np.concatenate([target + scaled @ (x - origin), x / reach])
 
-    start = np.clip(at, low + 1e-9, high - 1e-9)
-    done = least_squares(value, start, jac=lambda _: matrix, bounds=(low, high), loss=loss_of(len(residuals)), x_scale=prior, max_nfev=100)
-    return np.asarray(done.x)
+    bounds = np.concatenate([low, np.full(sources, -np.inf)]), np.concatenate([high, np.full(sources, np.inf)])
+    start = np.concatenate([np.clip(at, low + 1e-9, high - 1e-9), np.zeros(sources)])
+    done = least_squares(value, start, jac=lambda _: matrix, bounds=bounds, loss=loss_of(int(seen.sum())), x_scale=reach, max_nfev=60, xtol=1e-6, ftol=1e-7)
+    return np.asarray(done.x[:len(columns)]), np.asarray(belongs @ done.x[len(columns):])
 
 
 def loss_of(points: int) -> Callable[[Array], Array]:
@@ -341,24 +362,61 @@ def spread_by_source(points: Sequence[Point], residuals: Array) -> dict[str, flo
     return out
 
 
-def robust_covariance(points: Sequence[Point], jacobian: Array, residuals: Array, scales: Array, prior: Array) -> Array:
-    """The sandwich H⁻¹ (G + P) H⁻¹: H the curvature, G the scores summed by twin and then squared, P the priors' precision.
+def offsets(model: Model, residuals: Array, scales: Array) -> Array:
+    """The offset of every point's source that goes with some residuals; 0 where sources are not taken to be apart."""
+    out = np.zeros(len(model.sources))
+    if model.apart > 0.0:
+        for k in range(len(out)):
+            own = model.source_of == k
+            for _ in range(10):
+                weight = weights(residuals[own] + out[k], scales[own]) / scales[own] ** 2
+                out[k] = -float((weight * residuals[own]).sum() / (weight.sum() + 1.0 / model.apart**2))
+    return np.asarray(out[model.source_of])
 
-    White 1980, clustered as Liang and Zeger 1986; 1 where nothing is free.
+
+def without_offsets(model: Model, scaled: Array, scales: Array) -> Array:
+    """Scaled sensitivities, of which each source's mean counts only as far as its offset leaves it free."""
+    if model.apart <= 0.0:
+        return scaled
+    out = scaled.copy()
+    for k in range(len(model.sources)):
+        own = model.source_of == k
+        free = 1.0 / math.sqrt(1.0 + own.sum() * (model.apart / float(np.median(scales[own]))) ** 2)
+        out[own] -= (1.0 - free) * scaled[own].mean(axis=0)
+    return out
+
+
+def augmented(model: Model, columns: Sequence[int], jacobian: Array, scales: Array) -> tuple[Array, Array]:
+    """(scaled sensitivities with a column for each source's offset, prior deviation of every column)."""
+    sources = len(model.sources) if model.apart > 0.0 else 0
+    belongs = np.eye(len(model.sources))[model.source_of][:, :sources]
+    prior = np.array([model.parameters[j].prior for j in columns])
+    return np.hstack([jacobian[:, list(columns)], belongs]) / scales[:, None], np.concatenate([prior, np.full(sources, model.apart)])
+
+
+def inverse_curvature(scaled: Array, weight: Array, reach: Array) -> Array:
+    """Covariance of the parameters where residuals are as scattered as their scales say."""
+    return np.asarray(np.linalg.inv(scaled.T @ (weight[:, None] * scaled) + np.diag(1.0 / reach**2)))
+
+
+def robust_covariance(model: Model, columns: Sequence[int], jacobian: Array, left: Array, scales: Array) -> Array:
+    """The sandwich H⁻¹ (G + P) H⁻¹: H the curvature, G the scores summed by twin and then squared, P the priors' precision; at least H⁻¹,
+    for few twins make the sandwich too small. `left` are residuals with the sources' offsets, which are marginalised.
+
+    White 1980, clustered as Liang and Zeger 1986.
     """
-    if not jacobian.shape[1]:
+    free = len(columns)
+    if not free:
         return np.zeros((0, 0))
-    weight = weights(residuals, scales)
-    scaled = jacobian / scales[:, None]
-    precision = np.diag(1.0 / prior**2)
-    curvature = scaled.T @ (weight[:, None] * scaled) + precision
-    scores: dict[str, Array] = defaultdict(lambda: np.zeros(jacobian.shape[1]))
-    for i, point in enumerate(points):
-        scores[point.twin or point.name] += weight[i] * residuals[i] / scales[i] * scaled[i]
+    scaled, reach = augmented(model, columns, jacobian, scales)
+    weight = weights(left, scales)
+    plain = inverse_curvature(scaled, weight, reach)
+    scores: dict[str, Array] = defaultdict(lambda: np.zeros(len(reach)))
+    for i, point in enumerate(model.points):
+        scores[point.twin or point.name] += weight[i] * left[i] / scales[i] * scaled[i]
     stacked = np.array(list(scores.values()))
-    inverse = np.linalg.inv(curvature)
-    sandwich = inverse @ (stacked.T @ stacked + precision) @ inverse
-    plain = inverse  # few twins make the sandwich too small; the curvature alone is its floor
+    sandwich = (plain @ (stacked.T @ stacked + np.diag(1.0 / reach**2)) @ plain)[:free, :free]
+    plain = plain[:free, :free]
     larger = np.sqrt(np.maximum(np.diag(sandwich), np.diag(plain)) / np.diag(sandwich))
     return np.asarray(sandwich * np.outer(larger, larger))
 
@@ -366,7 +424,7 @@ def robust_covariance(points: Sequence[Point], jacobian: Array, residuals: Array
 def _describe(model: Model, free: Sequence[int], x: Array, covariance: Array, jacobian: Array, scales: Array, residuals: Array) -> tuple[Found, ...]:
     sd = np.sqrt(np.diag(covariance)) if len(free) else np.zeros(0)
     weight = weights(residuals, scales)
-    scaled = jacobian / scales[:, None] * np.sqrt(weight)[:, None]
+    scaled = without_offsets(model, jacobian / scales[:, None], scales) * np.sqrt(weight)[:, None]
     information = (scaled**2).sum(axis=0)
     at = {j: k for k, j in enumerate(free)}
     out = []

@@ -33,16 +33,21 @@ def fitted_constants(fit: Fit, *, date: str, versions: str) -> list[tuple[str, C
 
 
 def time_scatter(fit: Fit, held: Mapping[By, Held]) -> dict[str, float]:
-    """What the formulas miss of a step's time, by software place: the robust scatter of steps left out, model by model where there are
-    several models, else configuration by configuration."""
+    """What the formulas miss of a step's time, by software place: the robust size of residuals of steps left out, model by model where there
+    are several models, else configuration by configuration; the root mean square over sources of five steps or more."""
     left = held["model"] if held["model"].groups > 1 else held["twin"]
-    sizes: dict[str, list[float]] = defaultdict(list)
+    sizes: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item, rows in zip(fit.model.evidence, fit.model.rows, strict=True):
         if isinstance(item, StepEvidence):
             for point, residual in zip(item.points, left.residuals[rows], strict=True):
                 if point.figure == "time" and math.isfinite(residual):
-                    sizes[item.profile.constant("scatter.time").place].append(abs(float(residual)))
-    return {place: max(LEAST_SCATTER, 1.4826 * statistics.median(found)) for place, found in sizes.items() if len(found) >= LEAST_STEPS}
+                    sizes[item.profile.constant("scatter.time").place][point.source].append(abs(float(residual)))
+    out = {}
+    for place, sources in sizes.items():
+        squares = [(1.4826 * statistics.median(found)) ** 2 for found in sources.values() if len(found) >= LEAST_STEPS]
+        if squares:
+            out[place] = max(LEAST_SCATTER, math.sqrt(statistics.fmean(squares)))
+    return out
 
 
 def fitted_profile(fit: Fit, held: Mapping[By, Held], name: str, dates: Sequence[str], versions: Mapping[str, str]) -> str:

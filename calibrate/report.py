@@ -1,5 +1,6 @@
 """What a fit found, as text and as plain data."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -52,13 +53,18 @@ def text(fit: Fit, held: Mapping[By, Held], skipped: list[tuple[str, str]], page
     for by, left in held.items():
         known = np.isfinite(left.residuals)
         error, same = error_of(left.residuals), error_of(fit.before[known])
-        covered = coverage(points, left, fit.scatter)
+        covered = coverage(points, left, whole_scatter(fit))
         if error is None or same is None or covered is None:
             lines.append([SPLIT_WORDS[by], str(left.groups), "-", "-", "-", "-"])
             continue
         lines.append([SPLIT_WORDS[by], str(left.groups), percent(same.mean_abs), percent(error.mean_abs), percent(covered[0]), percent(covered[1])])
     page.table(["left out at a time", "groups", "before", "after", "covered", "half-width"], lines, "<>>>>>")
     return str(page)
+
+
+def whole_scatter(fit: Fit) -> dict[str, float]:
+    """Scatter of a source's figures about predictions that do not know its offset."""
+    return {source: math.hypot(own, fit.model.apart) for source, own in fit.scatter.items()}
 
 
 def correlated(fit: Fit) -> Iterator[tuple[str, str, float]]:
@@ -75,7 +81,7 @@ def data(fit: Fit, held: Mapping[By, Held], skipped: list[tuple[str, str]]) -> d
     before, after = by_source(points, fit.before), by_source(points, fit.after)
     splits = {}
     for by, left in held.items():
-        error, same, covered = error_of(left.residuals), error_of(fit.before[np.isfinite(left.residuals)]), coverage(points, left, fit.scatter)
+        error, same, covered = error_of(left.residuals), error_of(fit.before[np.isfinite(left.residuals)]), coverage(points, left, whole_scatter(fit))
         splits[by] = {"groups": left.groups, "before": same.mean_abs if same else None, "after": error.mean_abs if error else None,
                       "covered": covered[0] if covered else None, "half_width": covered[1] if covered else None}
     return {"schema": 1, "kind": "fit", "figures": len(points), "skipped": [{"record": name, "reason": why} for name, why in skipped],

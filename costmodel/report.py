@@ -128,7 +128,7 @@ class StepReport:
     """Findings a user should read: rules of thumb broken, guesses made."""
     basis: dict[str, Basis] = field(default_factory=dict)
     interval: dict[str, tuple[float, float]] | None = None
-    """10% and 90% quantiles, where the profile has uncertainty."""
+    """10% and 90% quantiles of step_s, reserved_bytes and device_bytes, where the profile has uncertainty and they were asked for."""
 
     @property
     def step_s(self) -> float | None:

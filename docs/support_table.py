@@ -5,15 +5,19 @@ tests/execute/test_support_page.py holds that the oracle has such a case.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from costmodel.inputs import build_run
 from costmodel.prediction import predict
+from costmodel.records import Record, read_records
 from costmodel.spec import PlanError, Run
 from execute.support import Mode, check_supported
 
 LLAMA: dict[str, Any] = {"layers": 8, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 512}
+MEASURED = Path(__file__).parent.parent / "benchmarks" / "measured"
 PURE = {"precision": "bf16-pure"}
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -32,8 +36,9 @@ ORACLES = {
     "papers' layers": Oracle("activations, messages and bubbles of arXiv 1909.08053, 2205.05198 and 2104.04473", "tests/physics/test_tensor_and_pipeline.py"),
     "published runs": Oracle("memory and time of published runs", "docs/accuracy.md"),
     "real ranks": Oracle("real tensors, byte by byte: one process, or two ranks under gloo", "tests/execute/test_real_runs.py"),
-    "its dry run": Oracle("the dry run of the same rank, byte by byte", "tests/execute/test_solo.py"),
+    "its dry run": Oracle("the dry run of the same rank, byte by byte, on a CPU", "tests/execute/test_solo.py"),
     "one process": Oracle("gradients and losses of one process with the same batch", "tests/execute/test_same_mathematics.py"),
+    "record": Oracle("a record of such a job on GPUs", "benchmarks"),
     "untried": Oracle("nothing yet: the code is the same as under gloo, but nobody has run it on several GPUs", "docs/executing.md"),
 }
 
@@ -148,9 +153,31 @@ def answers(run: Run) -> list[bool]:
     return [asked(run) for asked in ASKED]
 
 
+@cache
+def gpu_records() -> tuple[Record, ...]:
+    """The records of GPUs that this repository keeps."""
+    kept = [record for _, record in read_records(MEASURED)] if MEASURED.is_dir() else []
+    return tuple(r for r in kept if r.outcome.kind == "ok" and r.environment is not None and "cuda" in r.environment.versions)
+
+
+def way(run: Run) -> tuple[Any, ...]:
+    """What makes two plans the same way to spread a step."""
+    p = run.plan
+    return p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel, p.schedule if p.pp > 1 else None
+
+
 def oracles_of(row: Row) -> tuple[tuple[str, ...], ...]:
     """In the order of `answers`."""
-    return row.predicted, row.dry, row.alone, row.gloo, ("untried",)
+    tried = any(record.provenance == "run" and way(record.run) == way(row.run()) for record in gpu_records())
+    return row.predicted, row.dry, row.alone, row.gloo, ("record",) if tried else ("untried",)
+
+
+def gpus_line() -> str:
+    """What is known of GPUs."""
+    counts = {provenance: sum(record.provenance == provenance for record in gpu_records()) for provenance in ("solo", "run")}
+    if not any(counts.values()):
+        return "No record of a GPU is kept in benchmarks/measured: what is said here of one device and of NCCL has been tried on CPUs alone."
+    return f"benchmarks/measured keeps {counts['solo']} records of one GPU (`execute solo`) and {counts['run']} of jobs (`execute run`)."
 
 
 def strategies_table() -> str:
@@ -189,3 +216,4 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "strategies", strategies_table()
     yield "oracles", oracles_table()
     yield "parts", parts_table()
+    yield "gpus", gpus_line()

@@ -8,6 +8,7 @@ import typer
 from costmodel.cli.guard import GuardedGroup, InputError
 from costmodel.cli.options import Given, SectionedCommand, takes_run
 from execute import require_torch_or_refuse
+from execute.lab_command import lab
 from execute.run_command import run
 from execute.solo_command import solo
 from execute.validate_command import validate
@@ -58,3 +59,4 @@ def dryrun(
 app.command(cls=SectionedCommand)(solo)
 app.command(cls=SectionedCommand)(run)
 app.command(cls=SectionedCommand)(validate)
+app.command(cls=SectionedCommand)(lab)

@@ -38,6 +38,8 @@ class Others:
         key = tensor.device, tensor.dtype
         if key not in self.pools:
             self.pools[key] = torch.empty(POOL, dtype=tensor.dtype, device=tensor.device).normal_(0.0, DEVIATION)
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)  # every stream may read it from now on
         pool, flat = self.pools[key], tensor.view(-1)
         whole = flat.numel() // POOL * POOL
         if whole:

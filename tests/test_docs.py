@@ -13,8 +13,7 @@ from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/fit.md", "docs/questions.md",
-         "docs/support.md", "docs/executing.md",
-         "docs/tui.md")
+         "docs/support.md", "docs/executing.md", "docs/tui.md", "docs/calibrating.md")
 
 
 def read(name: str) -> str:

@@ -21,11 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, default=PUBLISHED / "runs.jsonl", help="records to predict (.jsonl or .jsonl.gz)")
     parser.add_argument("--assumptions", type=Path, default=RULES_FILE, help="rules for what the records leave unsaid (.toml)")
     parser.add_argument("--rows", type=Path, help="write one line of JSON per record to this file")
+    parser.add_argument("--as-records", type=Path, metavar="OUT.jsonl", help="write the step times as records that `calibrate fit` reads, and nothing else")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--plot", type=Path, help="write plots of predicted against measured (.svg) into this folder")
     parser.add_argument("--docs", type=Path, help="fill the tables of this page (docs/accuracy.md)")
     parser.add_argument("--worst", type=int, default=20, help="how many of the rows furthest off to show")
     args = parser.parse_args(argv)
+    if args.as_records:
+        from benchmarks.accuracy.evidence import published_records
+        found_records = published_records(load_records(args.records), load_rules(args.assumptions))
+        args.as_records.write_text("".join(json.dumps(record.to_dict()) + "\n" for record in found_records), encoding="utf-8")
+        return 0
     rows = score_all(load_records(args.records), load_rules(args.assumptions))
     if args.rows:
         args.rows.write_text("".join(json.dumps(line(row)) + "\n" for row in rows), encoding="utf-8")

@@ -1,9 +1,11 @@
 """Tables of docs/accuracy.md, filled between its markers: `<!-- errors -->` up to `<!-- /errors -->`."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.assumptions import PUBLISHED
 from benchmarks.accuracy.statistics import KINDS
 from benchmarks.accuracy.text import percent
 
@@ -67,4 +69,17 @@ def rows(summary: dict[str, Any]) -> Iterator[str]:
     yield f"{whole['records']} records: {whole['used']} predicted, {whole['records'] - whole['used']} refused."
 
 
-BLOCKS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {"rows": rows, "errors": errors, "choice": choice, "oom": oom, "refused": refused}
+def fitted(_: dict[str, Any]) -> Iterator[str]:
+    """Cross-validated errors of the shipped profiles' fit, from published/fitted.json."""
+    found = json.loads((PUBLISHED / "fitted.json").read_text(encoding="utf-8"))
+    body = []
+    for source, one in found["runs"]["model"].items():
+        other = found["runs"]["source"][source]
+        body.append((source, str(one["figures"]), *(percent(v) for v in (one["before"], one["after"], other["after"], one["covered"], one["half_width"]))))
+    body += [(source, str(one["figures"]), percent(one["before"]), percent(one["after"]), "-", percent(one["covered"]), percent(one["half_width"]))
+             for source, one in found["tables"]["twin"].items()]
+    yield from _table(("source", "figures", "before", "after, left out", "after, source left out", "in the interval", "its half-width"), body)
+
+
+BLOCKS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {"rows": rows, "errors": errors, "choice": choice, "oom": oom, "refused": refused,
+                                                                "fitted": fitted}

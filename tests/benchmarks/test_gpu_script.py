@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ pytest.importorskip("torch")
 
 from typer.testing import CliRunner
 
-from costmodel.records import read_records
+from benchmarks import measured
+from costmodel import build_run, predict
+from costmodel.records import Environment, Outcome, Record, read_records, write_record
 from execute.cli import app
+from execute.compare import NOT_ALONE
 from execute.support import check_supported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +43,7 @@ def test_a_list_is_measured_and_its_records_kept(tmp_path: Path) -> None:
     assert "1 measured, 1 ended badly, 0 left out" in done.stdout
     assert "is not a precision word" in done.stdout
     [(path, record)] = list(read_records(tmp_path / "out"))
+    assert "allocated: mean error" in done.stdout  # beside its prediction
     assert (path.name, record.outcome.kind, len(record.step_s[0])) == ("tiny.json", "ok", 2)
 
 
@@ -53,6 +58,28 @@ def test_what_the_time_does_not_allow_is_left_out(tmp_path: Path) -> None:
 def test_bad_arguments_exit_2(arguments: list[str], says: str) -> None:
     done = script(*arguments)
     assert (done.returncode, says in done.stderr) == (2, True)
+
+
+def test_records_stand_beside_their_predictions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A step predicted at what it took has no error; a run that ran out of memory was to fit, or not."""
+    run = build_run(params="100M", cluster={"gpus": 8}, plan={"zero": 3})
+    report = predict(run)
+    time = report.roles[0].time
+    assert time is not None
+    alone = time.step_s - sum(s for name, s in time.breakdown.items() if name in NOT_ALONE or name.startswith("exposed "))
+    role = replace(report.roles[0], time=replace(time, step_s=alone), collectives=None)
+    environment = Environment("GPU", 1, None, "host", "Linux", 1, None, {})
+    good = Record(run, "solo", replace(report, provenance="solo", roles=(role,)), Outcome(), environment, "2026-01-01T00:00:00Z")
+    bad = replace(good, report=None, outcome=Outcome("oom"))
+    for name, record in (("good", good), ("bad", bad)):
+        write_record(record, tmp_path / f"{name}.json")
+    assert measured.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "time: mean error 0.0% over 1" in said
+    assert "allocated: mean error 0.0% over 1" in said
+    assert "fits or not: wrong for bad" in said
+    (tmp_path / "broken.json").write_text("{")
+    assert measured.main([str(tmp_path)]) == 2
 
 
 LINES = [line for line in (ROOT / "benchmarks" / "gpu_runs.txt").read_text().splitlines() if line.strip() and not line.startswith("#")]

@@ -113,6 +113,19 @@ def test_the_posterior_of_a_mean_is_the_textbook_s() -> None:
     assert found.log_sd == pytest.approx(0.1 / 20, rel=0.2)
 
 
+def test_one_publisher_s_bias_stays_its_own() -> None:
+    """400 figures of one source, all a fifth off: with sources a tenth apart, the constant is known to a tenth and not to a two-hundredth.
+
+    Textbook: prior variance 0.25 and a measurement of variance 0.01 (+ 0.01 / 400).
+    """
+    draw = np.random.default_rng(6)
+    answer = fit([direct([math.exp(0.2 + 0.1 * z) for z in draw.standard_normal(400)])], apart=0.1)
+    found = answer.determined[0]
+    assert found.log_sd == pytest.approx((1 / (1 / 0.25 + 1 / 0.010025)) ** 0.5, rel=0.1)
+    assert math.log(found.value) == pytest.approx(0.2 * 0.25 / 0.26, abs=0.01)
+    assert answer.scatter["made"] == pytest.approx(0.1, rel=0.2)
+
+
 def test_fewer_records_than_a_fit_needs_are_refused() -> None:
     with pytest.raises(FitError, match="2 independent measurements: a fit needs 3 or more"):
         fit([direct([1.0, 1.1])])

@@ -21,7 +21,7 @@ from costmodel.spec import PlanError  # noqa: E402
 from execute import compat  # noqa: E402
 from execute.assemble import assemble  # noqa: E402
 from execute.cli import app  # noqa: E402
-from execute.device import Cpu, Peaks, out_of_memory, this_device  # noqa: E402
+from execute.device import Cpu, Gpu, Peaks, out_of_memory, this_device  # noqa: E402
 from execute.dryrun import dry_run  # noqa: E402
 from execute.solo import solo, states_of  # noqa: E402
 from execute.stand_in import POOL, stand_in_world  # noqa: E402
@@ -39,13 +39,13 @@ RUNS: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_rank_alone_takes_the_bytes_of_its_dry_run(name: str) -> None:
     run, rank = RUNS[name]
-    done = solo(run, this_device("cpu"), rank, warmup=1, steps=2)
+    done = solo(run, this_device("cpu"), rank, warmup=1, steps=1)
     role, fake = done.report.roles[0], dry_run(run, rank).roles[0]
     assert role.memory is not None and fake.memory is not None and role.time is not None
     assert role.memory.states == fake.memory.states
     assert role.memory.activations_bytes == fake.memory.activations_bytes
     assert role.memory.allocated.total_bytes == fake.memory.allocated.total_bytes
-    assert len(done.step_s) == 2
+    assert len(done.step_s) == 1
     assert sum(role.time.breakdown.values()) == pytest.approx(role.time.step_s)
     assert sum(role.time.phases.values()) == pytest.approx(role.time.step_s)
     assert {"forward", "backward", "optimizer"} <= set(role.time.phases)
@@ -192,6 +192,27 @@ def test_tf32_holds_while_the_steps_run_and_no_longer() -> None:
     with Cpu().settings(small_run(recipe={"precision": "tf32"})):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_a_recipe_asks_of_a_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's CUDA calls replaced: the words of the allocator, the attention kernels left to choose from, and every name is PyTorch's."""
+    called: list[Any] = []
+    names = ("set_device", "init", "empty_cache", "synchronize", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved",
+             "memory_allocated", "mem_get_info", "get_device_properties")
+    for name in names:
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *a, name=name: called.append((name, *a)) or 7)
+    monkeypatch.setattr("execute.compat.allocator_settings", lambda words: called.append(words))
+    run = small_run(recipe={"precision": "bf16-pure", "attention": "fa2", "allocator": "expandable"})
+    gpu = Gpu()
+    with gpu.settings(run):
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert not torch.backends.cuda.math_sdp_enabled()
+        assert gpu.peaks() == Peaks(7, 7)
+        gpu.reset_peaks()
+    assert torch.backends.cuda.math_sdp_enabled()
+    assert called[:4] == ["expandable_segments:True", ("set_device", 0), ("init",), ("empty_cache",)]
+    assert ("reset_peak_memory_stats", 0) in called
+    assert gpu.name == "cuda:0"
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

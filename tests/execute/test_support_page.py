@@ -32,11 +32,7 @@ def _load() -> Any:
 page = _load()
 
 
-def kind(run: Any) -> tuple[Any, ...]:
-    """What makes two plans the same way to spread a step."""
-    p = run.plan
-    pipeline = p.schedule if p.pp > 1 else None
-    return p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel, pipeline
+kind = page.way
 
 
 def covered() -> dict[str, set[tuple[Any, ...]]]:

@@ -33,13 +33,13 @@ def test_a_program_priced_again_takes_what_predict_says(run: Run) -> None:
 
 
 def test_a_profile_without_uncertainty_gives_no_interval_of_time(run: Run) -> None:
-    report = predict(run, without_spread(load_profile(run)), scaling=False)
+    report = predict(run, without_spread(load_profile(run)), scaling=False, intervals=True)
     assert report.interval is None
 
 
 def test_scatter_alone_gives_its_own_quantiles(run: Run) -> None:
     """exp(±1.2816 x 0.1) about the prediction."""
-    report = predict(run, without_spread(load_profile(run)).replace({"scatter.time": 0.1}), scaling=False)
+    report = predict(run, without_spread(load_profile(run)).replace({"scatter.time": 0.1}), scaling=False, intervals=True)
     assert report.interval and report.step_s
     low, high = report.interval["step_s"]
     assert (low / report.step_s, high / report.step_s) == pytest.approx((math.exp(-0.12816), math.exp(0.12816)), rel=1e-3)
@@ -56,14 +56,14 @@ def test_the_interval_is_about_that_of_drawn_constants(run: Run) -> None:
         times.append(math.log(step_seconds(run, program, profile.replace(drawn))))
     times.sort()
     spread = (times[180] - times[20]) / 2 / NINE_IN_TEN
-    report = predict(run, profile, scaling=False)
+    report = predict(run, profile, scaling=False, intervals=True)
     assert report.interval
     low, high = report.interval["step_s"]
     assert math.log(high / low) / 2 / NINE_IN_TEN == pytest.approx(spread, rel=0.35)
 
 
 def test_memory_has_intervals_where_the_allocator_does() -> None:
-    report = predict(build_run(params="1B", cluster={"gpus": 8}, plan={"zero": 3}))
+    report = predict(build_run(params="1B", cluster={"gpus": 8}, plan={"zero": 3}), intervals=True)
     memory = report.fullest.memory
     assert report.interval and memory and memory.reserved_bytes and memory.device_bytes
     for name, value in (("reserved_bytes", memory.reserved_bytes), ("device_bytes", memory.device_bytes)):
