@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from costmodel import catalog
-from costmodel.inputs import DEFAULT_LOSS_CHUNKS, adjusted, checkpointing_word, fields_of, optimizer_word, resolve
+from costmodel.inputs import DEFAULT_LOSS_CHUNKS, checkpointing_word, fields_of, optimizer_word, resolve
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
+from costmodel.spec.cluster import LINK_WORDS
 from costmodel.spec.presets import precision_preset
 from costmodel.spec.run import INTERLEAVED
 
@@ -80,9 +81,9 @@ def _cluster_input(cluster: Cluster) -> dict[str, Any]:
         except PlanError:
             continue
         own = {key: getattr(cluster, key) for key in KEPT if getattr(cluster, key) != getattr(same, key)}
-        own |= {"memory_bytes": memory} if memory != same.accelerator.memory_bytes else {}
-        if adjusted(same, own) == cluster:
-            return {**named, **own}
+        device = same.accelerator.model_copy(update={"memory_bytes": memory})
+        if same.model_copy(update={**own, "accelerator": device}) == cluster:
+            return {**named, **own, **({"memory_bytes": memory} if memory != same.accelerator.memory_bytes else {})}
     return cluster.model_dump()
 
 
@@ -164,7 +165,9 @@ def _changed_cluster(cluster: Cluster, named: dict[str, Any], changes: Mapping[s
                         f"Stay within {cluster.gpus_per_node} GPUs, or name a cluster of the catalogue.")
     levels = [{**level.model_dump(), "domain": gpus if level.domain == cluster.gpus else min(level.domain, gpus)} for level in cluster.levels]
     kept = [level for level, inner in zip(levels, [{"domain": 1}, *levels], strict=False) if level["domain"] > inner["domain"]]
-    return {**named, "levels": tuple(kept), **changes}
+    gone = {level.name for level in cluster.levels} - {level["name"] for level in kept} - LINK_WORDS
+    factors = {name: factor for name, factor in cluster.link_factors.items() if name not in gone}
+    return {**named, "levels": tuple(kept), "link_factors": factors, **changes}
 
 
 def _with_tables(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,13 +242,13 @@ def _cluster(given: dict[str, Any], plan: Mapping[str, Any], recipe: Mapping[str
         gpus, why = _gpus_of_degrees(plan, recipe)
         assumed["cluster.gpus"] = f"{gpus} ({why})"
     cluster = catalog.cluster(gpus=gpus, gpu=gpu, name=name, gpus_per_node=given.get("gpus_per_node"), nodes=nodes)
-    return adjusted(cluster, given)
+    return _adjusted(cluster, given)
 
 
 ADJUSTED = ("host", "levels", "host_memory_bytes", "slow_rank", "link_factors")
 
 
-def adjusted(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
+def _adjusted(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
     """A cluster of the catalogue with what was given of it besides."""
     changes: dict[str, Any] = {key: given[key] for key in ADJUSTED if key in given}
     if "memory_bytes" in given:

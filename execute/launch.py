@@ -67,7 +67,7 @@ def launch(job: Job, nproc: int, nodes: Nodes, progress: Callable[[str], None]) 
                 end_all(agent, folder)
         if late:
             return Ended(Outcome("timeout", None, f"no end within {job.timeout_s:g} s; {_whereabouts(folder)}"), {})
-        return _ended(folder, agent.returncode, nodes)
+        return how_it_ended(folder, agent.returncode, nproc)
 
 
 def torchrun_arguments(nproc: int, nodes: Nodes) -> list[str]:
@@ -150,14 +150,14 @@ def _is_rank(pid: int, folder: Path) -> bool:
         return not Path("/proc/self").exists()
 
 
-def _ended(folder: Path, exit_code: int, nodes: Nodes) -> Ended:
-    """What the files say of a job that has ended by itself."""
+def how_it_ended(folder: Path, exit_code: int, nproc: int) -> Ended:
+    """What the files say of a job that has ended by itself. Ranks that all have their results are done, however they left the process group."""
     results = files.read_results(folder)
     for result in results.values():
         if result.refused is not None:
             raise PlanError(*result.refused)
     told = files.read(folder, "agent.json") or {}
-    if exit_code == 0:
+    if len(results) == nproc and all(result.outcome.kind == "ok" for result in results.values()):
         gathered = results[0].others if 0 in results else tuple(results.values())
         return Ended(Outcome(), {result.rank: result for result in gathered})
     causes = [(_weight(outcome), ended_s, outcome) for outcome, ended_s in _bad_ends(told, results)]

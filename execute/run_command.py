@@ -153,7 +153,7 @@ def _finish(resolved: "Resolved", outcome: "Outcome", ranks: "dict[int, RankResu
         print(json.dumps({**record.to_dict(), "losses": losses}, indent=2, ensure_ascii=False))
     elif report is not None:
         print(as_text(report))
-        print(f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last of {len(losses)}")
+        print(f"job: {report.tokens_per_s:,.0f} tokens/s; loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last of {len(losses)}")
     if place is not None:
         _say(f"wrote {_kept(record, place, outcome)}")
     if outcome.kind != "ok":

@@ -13,7 +13,8 @@ from costmodel.catalog import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "docs/run.md", "docs/report.md", "docs/explain.md", "docs/fit.md", "docs/questions.md",
-         "docs/support.md", "docs/executing.md")
+         "docs/support.md", "docs/executing.md",
+         "docs/tui.md")
 
 
 def read(name: str) -> str:

@@ -86,6 +86,13 @@ def test_execute_uses_no_prediction(path: Path) -> None:
     assert rooms_used(path) <= allowed
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tui").rglob("*.py")), ids=module_name)
+def test_the_explorer_stands_on_costmodel_alone(path: Path) -> None:
+    """What execute and calibrate do, it starts as a subprocess."""
+    tops = {name.partition(".")[0] for name in imports(path)}
+    assert tops.isdisjoint({"execute", "calibrate", "torch", "scipy"})
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "calibrate").rglob("*.py")), ids=module_name)
 def test_calibrate_uses_execute_only_to_measure_and_scipy_is_only_there(path: Path) -> None:
     tops = {name.partition(".")[0] for name in imports(path)}

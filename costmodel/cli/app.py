@@ -16,6 +16,7 @@ from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
 from costmodel.cli.solve import solve
 from costmodel.cli.trace import trace
+from costmodel.cli.tui import tui
 from costmodel.cli.waterfall import waterfall
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ app.command(cls=SectionedCommand)(mesh)
 app.command(cls=MessageCommand)(oom)
 app.command(cls=SectionedCommand)(schedule)
 app.command(cls=SectionedCommand)(solve)
+app.command(cls=SectionedCommand)(tui)
 app.command(cls=SectionedCommand)(trace)
 app.command(cls=SectionedCommand)(explain)
 app.command(cls=SectionedCommand)(waterfall)

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from costmodel.spec import Run
 
 STRATEGY_OF_STAGE = ("ddp", "zero1", "zero2", "fsdp")
+LOST = ("sequence_parallel", "loss_parallel", "tp_overlap", "schedule", "virtual_stages", "stage_layers", "dp", "dp_replicate", "dp_shard")
+"""Fields of a plan that move with its degrees."""
 
 
 def flags_behind(given: Given, before: "Run", changes: Mapping[str, Any], after: "Run") -> str:
@@ -16,18 +18,25 @@ def flags_behind(given: Given, before: "Run", changes: Mapping[str, Any], after:
     asked = given.origins.keys()
     same = {field for field in ("micro_batch", "grad_accum") if getattr(before.recipe, field) == getattr(after.recipe, field)}
     out = {field: value for field, value in changes.items() if field.removeprefix("recipe.") not in same}
-    if "plan.strategy" in asked and "plan.zero" in out and "plan.zero" not in asked and after.plan.framework != "megatron":
+    if "plan.zero" in out and _stage_is_a_word(given):
         out = {**{k: v for k, v in out.items() if k != "plan.zero"}, "plan.strategy": STRATEGY_OF_STAGE[out["plan.zero"]]}
-    follows = {"plan.dp": (before.plan.dp, after.plan.dp), "plan.dp_replicate": (before.plan.dp_replicate, after.plan.dp_replicate),
-               "plan.dp_shard": (before.plan.dp_shard, after.plan.dp_shard), "cluster.nodes": (before.cluster.nodes, after.cluster.nodes),
-               "recipe.global_batch": (before.recipe.global_batch, after.recipe.global_batch),
-               "recipe.grad_accum": (before.recipe.grad_accum, after.recipe.grad_accum)}
-    derived = "recipe.global_batch" in asked and "recipe.grad_accum" not in asked
-    for field, (was, is_) in follows.items():
-        moved = was != is_ or field == "recipe.grad_accum" and before.plan.pp != after.plan.pp
-        if moved and (field in asked or field == "recipe.grad_accum" and not derived):
-            out[field] = is_
+    moved = {f"plan.{field}": getattr(after.plan, field) for field in LOST if getattr(before.plan, field) != getattr(after.plan, field)}
+    if before.cluster.nodes != after.cluster.nodes:
+        moved["cluster.nodes"] = after.cluster.nodes
+    if before.recipe.global_batch != after.recipe.global_batch:
+        moved["recipe.global_batch"] = after.recipe.global_batch
+    out |= {field: value for field, value in moved.items() if field in asked and field not in out}
+    follows = "recipe.global_batch" in asked and "recipe.grad_accum" not in asked
+    if not follows and (before.recipe.grad_accum != after.recipe.grad_accum or before.plan.pp != after.plan.pp):
+        out["recipe.grad_accum"] = after.recipe.grad_accum
     return written(out)
+
+
+def _stage_is_a_word(given: Given) -> bool:
+    """Whether the ZeRO stage was given by a strategy, which a stage beside it would contradict."""
+    from costmodel.inputs import STRATEGY_FIELDS, strategy_key
+    plan = given.mapping.get("plan", {})
+    return "plan.zero" not in given.origins and "zero" in STRATEGY_FIELDS.get(strategy_key(plan.get("strategy")), {})
 
 
 def written(changes: Mapping[str, Any]) -> str:

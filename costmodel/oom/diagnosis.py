@@ -13,9 +13,8 @@ from costmodel.changes import changed
 from costmodel.oom.message import LARGE_BLOCK, MIB, SMALL_BLOCK, Message, block_bytes
 from costmodel.oom.requests import Request, requests
 from costmodel.prediction import predict
-from costmodel.program.build import build
-from costmodel.program.stages import build_pipeline
 from costmodel.report import RoleReport, StepReport
+from costmodel.repricing import program_of
 from costmodel.solve import Watch
 from costmodel.spec import PlanError, Run
 
@@ -70,13 +69,13 @@ def diagnose(run: Run, message: Message, profile: Profile | str | None = None, *
         run = changed(run, {"cluster.memory_bytes": message.capacity.nbytes})
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     report = predict(run, constants, scaling=False)
-    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    program = program_of(run)
     small = message.tried.nbytes in (SMALL_BLOCK, LARGE_BLOCK)
+    asked = message.tried
     found = [_match(request, message) for role, part in zip(program.roles, report.roles, strict=True)
-             for request in requests(run, program, role, _workspaces(part))]
-    matches = [] if small else _best(m for m in found if message.tried.holds(block_bytes(m.nbytes)))
-    asked = message.tried.nbytes
-    closest = [] if matches or small else sorted(_best(found), key=lambda m: abs(block_bytes(m.nbytes) - asked))[:3]
+             for request in requests(run, program, role, _workspaces(part), lambda n: asked.holds(block_bytes(n)))]
+    matches = [] if small else _best(m for m in found if asked.holds(block_bytes(m.nbytes)))
+    closest = [] if matches or small else sorted(_best(found), key=lambda m: abs(block_bytes(m.nbytes) - asked.nbytes))[:3]
     role_name = matches[0].role if matches else report.fullest.role
     role_report = next(r for r in report.roles if r.role == role_name)
     memory = role_report.memory

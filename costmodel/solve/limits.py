@@ -13,9 +13,8 @@ from typing import Literal, NamedTuple
 from costmodel.catalog.profiles import Profile
 from costmodel.changes import Keep
 from costmodel.memory import tensors_at_peak
-from costmodel.program.build import build
-from costmodel.program.stages import build_pipeline
 from costmodel.report import Peak, StepReport
+from costmodel.repricing import program_of
 from costmodel.solve.trials import Stopped, Trial, Trials, Watch, fits, worst
 from costmodel.spec import PlanError, Run
 
@@ -275,7 +274,7 @@ PARTS = {"logits": ("head", "loss", "embedding.out"), "attention": ("attention",
 
 def _holds(run: Run, role: str, peak: Peak) -> dict[str, int]:
     """What a role's memory holds at its peak."""
-    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    program = program_of(run)
     out = {category: n for category, n in peak.by_category.items() if category not in ("activations", "temporaries")}
     tensors = tensors_at_peak(next(r for r in program.roles if r.role == role))
     if not tensors:

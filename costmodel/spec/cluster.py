@@ -11,6 +11,9 @@ NETWORKS = ("infiniband", "roce", "efa", "ethernet", "tcpx")
 """Kinds of link that leave the scale-up domain."""
 LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "ethernet", "tcpx", "ici", "shm"]
 
+LINK_WORDS = frozenset({"intra", "inter", "network", *get_args(LinkKind)})
+"""What may name links of any cluster."""
+
 
 class Accelerator(Spec):
     """One device, as its data sheet states it. Rates are dense peaks; links are one-way."""
@@ -87,7 +90,7 @@ class Cluster(Spec):
         if reach < self.gpus:
             raise PlanError("cluster.levels", reach, f"no level of the topology joins all {self.gpus} GPUs.",
                             f"Add a level with domain = {self.gpus}.")
-        known = {"intra", "inter", "network", *get_args(LinkKind), *(level.name for level in self.levels)}
+        known = {*LINK_WORDS, *(level.name for level in self.levels)}
         for name in self.link_factors:
             if name not in known:
                 raise PlanError("cluster.link_factors", name, "no link is called that.",

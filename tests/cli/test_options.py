@@ -1,6 +1,8 @@
 """Files, flags and --set: which wins, and what they mean."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,12 @@ def test_flags_change_an_answer_that_is_given_back_as_a_run(tmp_path: Path, flag
     cluster, plan, recipe = run["cluster"], run["plan"], run["recipe"]
     assert (cluster["gpus"], cluster["accelerator"]["name"], plan["zero"], plan["dp_shard"], recipe["micro_batch"], recipe["grad_accum"],
             recipe["global_batch"]) == expected
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    ("predict --params 1B", 0, "IN SHORT"), ("list optimizers", 0, "adamw"), ("--help", 0, "waterfall"), ("pedict", 2, "Did you mean 'predict'?"),
+    ("--version", 0, "costmodel")])
+def test_the_script_answers_with_one_command_or_all(words: str, code: int, said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "costmodel", *words.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr

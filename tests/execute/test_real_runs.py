@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gloo_ranks import perform  # noqa: E402
+from gloo_ranks import perform_once  # noqa: E402
 from small_runs import GPT, LLAMA, cpu_run  # noqa: E402
 
 from execute.assemble import build  # noqa: E402
@@ -88,8 +88,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cases[name] = "seen", {"model": LLAMA, "cluster": CPU_PAIR, "plan": plan, "recipe": {**recipe, **given.get("recipe", {})}}
     for name, plan in BUCKETS.items():
         cases[name] = "trace", {"model": LLAMA, "cluster": CPU_PAIR, "plan": {"strategy": "ddp", **plan}, "recipe": recipe}
-    where = tmp_path_factory.mktemp("gloo")
-    return {name: done["result"] or where / str(done["number"]) for name, done in perform(cases, 2, where).items()}
+    seen, where = perform_once(cases, 2, tmp_path_factory, "real_runs")
+    return {name: done["result"] or where / str(done["number"]) for name, done in seen.items()}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -116,6 +116,13 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], says: str, start:
     assert (code, out, errors.strip()) == (2, "", f"error: {says}")
 
 
+def test_a_torchrun_of_another_size_is_refused(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, errors = start().ended()
+    assert (code, out, errors) == (2, "", "error: torchrun started 3 ranks, and the run has 2 (--gpus). Use --gpus 3.\n")
+
+
 def test_what_a_rank_s_machine_cannot_do_is_refused_by_its_option(start: Callable[..., Running]) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gloo_ranks import perform  # noqa: E402
+from gloo_ranks import perform_once  # noqa: E402
 
 from costmodel.inputs import build_run  # noqa: E402
 
@@ -71,19 +71,18 @@ def rows(cases: dict[str, Case]) -> dict[str, tuple[Case, int, str]]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    where = tmp_path_factory.mktemp("two")
     cases: dict[str, Any] = {name: ("learn", given(case, 2, m, optimizer)) for name, (case, m, optimizer) in rows(TWO).items()}
     for strategy in SCALED:
         recipe = {"seq_len": 16, "micro_batch": 2, "precision": "fp16-mixed", "optimizer": "sgd:foreach"}
         cases[f"overflow {strategy}"] = "overflow", {"model": LLAMA, "cluster": {"gpu": "v100_sxm2_16gb", "gpus": 2}, "plan": {"strategy": strategy},
                                                      "recipe": recipe}
-    return perform(cases, 2, where), where
+    return perform_once(cases, 2, tmp_path_factory, "two_ranks")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    where = tmp_path_factory.mktemp("four")
-    return perform({name: ("learn", given(case, 4, m, optimizer)) for name, (case, m, optimizer) in rows(FOUR).items()}, 4, where), where
+    cases = {name: ("learn", given(case, 4, m, optimizer)) for name, (case, m, optimizer) in rows(FOUR).items()}
+    return perform_once(cases, 4, tmp_path_factory, "four_ranks")
 
 
 def alone(case: Case, gpus: int, grad_accum: int, optimizer: str, keep: Path) -> tuple[list[float], dict[str, Any]]:

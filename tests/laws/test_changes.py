@@ -88,6 +88,12 @@ def test_a_cluster_of_ones_own_keeps_its_links() -> None:
     assert [(lv.domain, lv.bytes_per_s) for lv in more.levels] == [(8, run.cluster.levels[0].bytes_per_s), (64, 1.5e10)]
     assert [lv.domain for lv in changed(own, {"cluster.gpus": 4}).cluster.levels] == [4]
     assert changed(own, {"cluster.gpus": 1}).cluster.levels == ()
+    fabric = own.cluster.levels[-1].model_copy(update={"name": "fabric"})
+    half = {"levels": (own.cluster.levels[0], fabric), "link_factors": {"fabric": 0.5, "inter": 0.5}}
+    slow = own.model_copy(update={"cluster": own.cluster.model_copy(update=half)})
+    assert changed(slow, {"cluster.gpus": 64}).cluster.link_factors == {"fabric": 0.5, "inter": 0.5}
+    assert changed(slow, {"cluster.gpus": 4}).cluster.link_factors == {"inter": 0.5}
+    assert changed(slow, {"cluster.memory_bytes": 10**10}).cluster.accelerator.memory_bytes == 10**10
 
 
 def test_a_part_that_is_none_is_refused() -> None:

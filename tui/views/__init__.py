@@ -1,0 +1,1 @@
+"""Views as functions: from what is explored and a size to lines."""
