@@ -103,3 +103,12 @@ def test_it_can_be_stopped() -> None:
     run = build_run(model="llama-3-70b", cluster={"gpus": 8}, plan={"strategy": "fsdp"})
     left = iter([True] * 5)
     assert advise(run, watch=lambda _: next(left, False)).stopped
+
+
+def test_an_absurd_batch_gets_an_answer() -> None:
+    """A slip of the keyboard, not a run: what is tried does not grow with the number."""
+    asked = {"params": "100M", "cluster": {"gpus": 1}}
+    large = advise(build_run(**asked, recipe={"micro_batch": 10**12}))
+    assert large.report.verdict == "does not fit"
+    assert any(s.run.recipe.micro_batch * s.run.recipe.grad_accum == 10**12 for s in large.fit)
+    assert advise(build_run(**asked, recipe={"grad_accum": 10**12})).report.verdict == "fits"
