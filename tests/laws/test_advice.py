@@ -61,17 +61,24 @@ def test_known_runs(case: str) -> None:
     assert found >= {"one change": {"fit"}, "a pair": {"together", "helps"}, "more gpus": {"together"}, "a pipeline": {"fit"}, "faster": {"faster"}}[case]
 
 
+TWO_CARDS: dict[str, Any] = {"model": "llama-3-8b", "cluster": {"gpu": "rtx_a6000", "gpus": 2}, "plan": {"strategy": "fsdp", "checkpointing": "full"},
+                             "recipe": {"seq_len": 8192}}
+
+
 def words(advice: Advice) -> str:
     return " | ".join(s.words for s in (*advice.fit, *advice.together, *advice.faster))
 
 
 def test_two_cards_of_48_gb_need_more_of_them() -> None:
     """torchtitan issue 620: 16 bytes a parameter over two cards of 48 GB; checkpointing and batch are no help, more GPUs are."""
-    advice = advise(build_run(model="llama-3-8b", cluster={"gpu": "rtx_a6000", "gpus": 2}, plan={"strategy": "fsdp", "checkpointing": "full"},
-                              recipe={"seq_len": 8192}))
+    advice = advise(build_run(**TWO_CARDS))
     assert advice.states_alone
     assert not any("checkpointing" in s.words or "micro-batch" in s.words for s in advice.fit)
     assert any("GPUs" in s.words for s in advice.fit)
+    [here] = advice.together
+    assert here.run.cluster.gpus == 2, "beside more GPUs alone: what is enough on these"
+    assert here.remark, "16 bytes a parameter of two moments, gradients and weights in fp32 leave no other way"
+    applied_gives_the_promised_figures(build_run(**TWO_CARDS), advice)
 
 
 def test_the_foreach_optimizers_copies_go_with_the_fused_kernel() -> None:
