@@ -49,7 +49,11 @@ def lab(
     count = _ranks(ranks, machine.devices, machine.on_gpu)
     if not machine.on_gpu:
         os.environ["OMP_NUM_THREADS"] = "1"  # a rank is a core, alone or with others
-    chosen = [case for i, case in enumerate(cases(machine, count)) if i == 0 or only.lower() in case.name.lower()]
+    one, *spread = cases(machine, count)
+    wanted = only.lower().replace("-", "")
+    chosen = [one, *(case for case in spread if wanted in case.name.lower().replace("-", ""))]
+    if spread and len(chosen) == 1:
+        raise InputError(f"--only {only}: no strategy has this in its name. Use a part of {', '.join(case.name for case in spread)}.")
     entries = []
     for number, case in enumerate(chosen, 1):
         print(f"lab: {number} of {len(chosen)}: {case.name}", file=sys.stderr, flush=True)
@@ -65,9 +69,9 @@ def lab(
         print(f"wrote {output}/lab.md and lab.json", file=sys.stderr)
     else:
         print(data if as_json else text, end="")
-    for one in entries:
-        if one.outcome.kind != "ok":
-            raise typer.Exit(one.outcome.exit_code)
+    for performed in entries:
+        if performed.outcome.kind != "ok":
+            raise typer.Exit(performed.outcome.exit_code)
 
 
 def _ranks(asked: int | None, devices: int, on_gpu: bool) -> int:

@@ -161,6 +161,7 @@ def test_a_written_run_reads_back_as_itself() -> None:
     ({"recipe": {"precision": 16}}, "recipe.precision = 16: must be a word or a table of fields. docs/run.md lists both."),
     ({"params": "1Q"}, "params = 1Q: is not a number of parameters. Write it as 350M, 1B or 70e9."),
     ({"params": "1e999"}, "params = 1e999: is not a finite number of parameters. Write it as 350M, 1B or 70e9."),
+    ({"model": {"base": "gpt2", "layers": 10**12}}, "model.layers = 1000000000000: a model has at most 100,000 layers here. Use layers = 100, say."),
     ({"model": {"layers": 2}}, "model.hidden: it is needed and not given. Give hidden; docs/run.md says what it takes."),
 ])
 def test_an_impossible_run_is_one_message_with_field_value_rule_and_a_way_out(given: dict[str, Any], text: str) -> None:

@@ -8,6 +8,8 @@ from costmodel.spec import Run
 
 DEGREES = ("tp", "pp")
 """Ladders that spread the model."""
+MOST_SEQUENCES = 1 << 16
+"""No device holds more of them in one micro-batch, so none larger is tried."""
 
 
 class Change(NamedTuple):
@@ -65,7 +67,7 @@ def _checkpointing(run: Run) -> Iterator[Change]:
 def _smaller_batch(run: Run) -> Iterator[Change]:
     r = run.recipe
     each = r.micro_batch * r.grad_accum
-    for micro_batch in (n for n in range(r.micro_batch - 1, 0, -1) if each % n == 0):
+    for micro_batch in (n for n in range(min(r.micro_batch - 1, MOST_SEQUENCES), 0, -1) if each % n == 0):
         yield Change("micro_batch", f"micro-batch {micro_batch}, accumulated {each // micro_batch} times", {"recipe.micro_batch": micro_batch})
 
 
@@ -151,7 +153,7 @@ def _less_recompute(run: Run) -> Iterator[Change]:
 def _other_batches(run: Run) -> Iterator[Change]:
     r = run.recipe
     each = r.micro_batch * r.grad_accum
-    for micro_batch in (n for n in range(1, each + 1) if each % n == 0 and n != r.micro_batch and (n & (n - 1) == 0 or each <= 64)):
+    for micro_batch in (n for n in range(1, min(each, MOST_SEQUENCES) + 1) if each % n == 0 and n != r.micro_batch and (n & (n - 1) == 0 or each <= 64)):
         yield Change("micro_batch", f"micro-batch {micro_batch}, accumulated {each // micro_batch} times", {"recipe.micro_batch": micro_batch})
 
 

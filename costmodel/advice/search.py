@@ -57,7 +57,7 @@ class Advice:
     fit: tuple[Suggestion, ...] = ()
     """Single changes after which it fits, the fastest first; those that change the numbers of the training come last."""
     together: tuple[Suggestion, ...] = ()
-    """Where no single change is enough: changes that are, on the same GPUs and on more."""
+    """Where no single change is enough, or more GPUs alone: changes that are, on the same GPUs; where more GPUs alone are not enough, on more as well."""
     helps: tuple[Suggestion, ...] = ()
     """Single changes that need less memory and are not enough, the strongest first."""
     faster: tuple[Suggestion, ...] = ()
@@ -120,11 +120,12 @@ def _fitting(trials: Trials, before: StepReport) -> Advice:
     stopped = False
     try:
         _try_singles(trials, before, single)
+        here = bool(single.enough)
         more = _more_gpus(trials, before, {})
         if more is not None:
             single.enough.append(more)
-        if not single.enough:
-            together = _together(trials, before, single)
+        if not here:
+            together = _together(trials, before, single, gpus_alone=more is not None)
     except Stopped:
         stopped = True
     memory = worst(before).memory
@@ -182,8 +183,8 @@ def _more_gpus(trials: Trials, before: StepReport, picked: Picked) -> Suggestion
     return _suggestion(trials, before, words, {**_merged(picked), **gpus}, _remarks(picked), "micro_batch")
 
 
-def _together(trials: Trials, before: StepReport, single: _Singles) -> list[Suggestion]:
-    """Changes that are enough together: the cheapest of pairs and of as many as it takes; and what is enough on more GPUs."""
+def _together(trials: Trials, before: StepReport, single: _Singles, gpus_alone: bool) -> list[Suggestion]:
+    """Changes that are enough together: the cheapest of pairs and of as many as it takes; and, where more GPUs alone are not enough, those of more GPUs."""
     by_help = [change for change, _ in sorted(single.helps.values(), key=lambda cs: cs[1].needs_after)][:PAIRED]
     sets: list[Picked] = [{a.ladder: a, b.ladder: b} for a, b in combinations(by_help, 2)]
     plain = _greedy(trials, {}, lambda change: not change.remark and change.ladder not in DEGREES)
@@ -193,7 +194,7 @@ def _together(trials: Trials, before: StepReport, single: _Singles) -> list[Sugg
     if not found:
         sets = [_greedy(trials, plain, lambda change: change.ladder not in DEGREES), _greedy(trials, spread, lambda change: True)]
         found = [s for s in (_milder(trials, before, picked) for picked in sets) if s is not None]
-    more = _more_gpus(trials, before, plain)
+    more = None if gpus_alone else _more_gpus(trials, before, plain)
     return sorted([*([min(found, key=_price)] if found else []), *([more] if more is not None else [])], key=_price)
 
 

@@ -21,7 +21,8 @@ def read_run_file(path: Path) -> dict[str, Any]:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise InputError(f"{path}: it holds a {type(data).__name__}, and a run is a table. "
+        kind = "a list" if isinstance(data, list) else "text" if isinstance(data, str) else "one value"
+        raise InputError(f"{path}: it holds {kind}, and a run is a table. "
                          "Write fields such as params, and the tables cluster, plan and recipe.")
     if "schema" in data and isinstance(data.get("run"), dict):
         data = dict(data["run"])

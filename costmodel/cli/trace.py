@@ -11,6 +11,8 @@ from costmodel.cli.options import Flag, Given, flag_value, takes_run
 
 MOST_EVENTS = 300_000
 """Beyond these a viewer becomes slow."""
+MOST_LAYERS = 200_000
+"""Layers times micro-batches beyond which no viewer opens the file, and writing it takes minutes."""
 
 
 @takes_run
@@ -27,6 +29,7 @@ def trace(
     from costmodel.cli.files import write_whole
     from costmodel.formats.chrome import count_slices
     from costmodel.formats.chrome import trace as chrome_trace
+    from costmodel.spec import PlanError
     from costmodel.timeline import timeline
     if detail not in (None, "ops", "units"):
         raise InputError(f"--detail {detail}: is not one of the choices. Use --detail ops, or units.")
@@ -35,6 +38,9 @@ def trace(
     one = None if role is None else int(flag_value(Flag("--role", "role", "whole", ""), role))
     run = given.resolve().run
     with given.naming():
+        if run.micro_batches * run.model.layers > MOST_LAYERS:
+            raise PlanError("recipe.grad_accum", run.recipe.grad_accum, "a trace of so many micro-batches is too long for a viewer.",
+                            f"Use grad_accum = {max(1, MOST_LAYERS // run.model.layers)} or less: they repeat.")
         first = timeline(run, given.profile, role=one or 0)
         lines = [first] if one is not None else [first, *(timeline(run, given.profile, role=i) for i in range(1, first.roles))]
     events = sum(count_slices(line) for line in lines)

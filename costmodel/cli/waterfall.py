@@ -12,18 +12,23 @@ from costmodel.cli.options import Given, takes_run
 SCHEMA = 1
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6}
 _MEASURED = re.compile(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?|\.[0-9]+)\s*"
-                       r"(?:(ms|s|sec|seconds?)|([km]?)\s*(?:tok|tokens?)\s*/\s*s(?:ec)?(\s*/\s*gpu)?)\s*", re.IGNORECASE)
+                       r"(?:(ms|s|sec|seconds?)|(%)(?:\s*mfu)?|([km]?)\s*(?:tok|tokens?)\s*/\s*s(?:ec)?(\s*/\s*gpu)?)\s*", re.IGNORECASE)
 
 
-def measured_step(text: str, tokens_per_step: int, gpus: int) -> float:
-    """Seconds of a measured step: a time (2.84s, 910ms), or the tokens per second of the job or of each GPU."""
+def measured_step(text: str, tokens_per_step: int, gpus: int, ideal_s: float) -> float:
+    """Seconds of a measured step: a time (2.84s, 910ms), the tokens per second of the job or of each GPU, or the MFU (31%) of a step whose FLOPs take
+    `ideal_s` at the peak.
+    """
     found = _MEASURED.fullmatch(text)
     number = float(found[1].replace(",", "").replace("_", "")) if found else 0.0
     if not found or not number > 0:
-        raise InputError(f"--measured {shown(text)}: it must be a time or a rate. Write 2.84s, 910ms, \"12000 tok/s\" (of the job) or \"1500 tok/s/gpu\".")
-    unit, scale, each = found[2], found[3], found[4]
+        raise InputError(f"--measured {shown(text)}: it must be a time, a rate or an MFU. Write 2.84s, 910ms, \"12000 tok/s\" (of the job), "
+                         "\"1500 tok/s/gpu\" or 31%.")
+    unit, percent, scale, each = found[2], found[3], found[4], found[5]
     if unit:
         return number / 1e3 if unit.lower() == "ms" else number
+    if percent:
+        return ideal_s / (number / 100)
     return tokens_per_step / (number * _SCALE[scale.lower()] * (gpus if each else 1))
 
 
@@ -31,7 +36,7 @@ def measured_step(text: str, tokens_per_step: int, gpus: int) -> float:
 def waterfall(
     given: Given,
     measured: Annotated[str | None, typer.Option(metavar="STEP", show_default=False, help="A measured step, to see what the prediction leaves "
-                                                 "unexplained: 2.84s, 910ms, \"12000 tok/s\" (of the job) or \"1500 tok/s/gpu\".")] = None,
+                                                 "unexplained: 2.84s, 910ms, \"12000 tok/s\" (of the job), \"1500 tok/s/gpu\" or an MFU, 31%.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/report.md) instead of the text.", show_default=False)] = False,
 ) -> None:
     """Show where the step's time goes: from the peak of the data sheet, cause by cause, down to the MFU.
@@ -43,11 +48,12 @@ def waterfall(
     from costmodel.waterfall import waterfall as fall
     resolved = given.resolve()
     run = resolved.run
-    seconds = None if measured is None else measured_step(measured, run.tokens_per_step, run.cluster.gpus)
     with given.naming():
         profile = load_profile(run, given.profile)
         report = predict(run, profile, scaling=False)
-        bars = fall(run, report, profile, seconds)
+        bars = fall(run, report, profile)
+        if measured is not None:
+            bars = fall(run, report, profile, measured_step(measured, run.tokens_per_step, run.cluster.gpus, bars.ideal_s))
     if as_json:
         import json
         data = {"schema": SCHEMA, "run": run.model_dump(mode="json"), "profile": {"name": profile.name, "guess": profile.guess}, "waterfall": bars.to_dict()}

@@ -48,7 +48,9 @@ def terms(builders: list[Builder], roles: list[str], states: dict[str, int]) -> 
     term("gradients", "gradients", p.gradient, DTYPE_BYTES[p.gradient], states.get("gradients", 0))
     for name, whole, here in _optimizer(first, updates, numel):
         term(NAMES.get(name, name), "optimizer", "int8" if first.run.recipe.optimizer.name == "adam8bit" else p.optimizer_state, whole, here)
-    term("buffers of communication", "communication", p.reduce, 0.0, states.get("communication", 0))
+    received = sum(t.nbytes for b in builders for t in b.links.buffers())
+    term("buffers of communication", "communication", p.reduce, 0.0, states.get("communication", 0) - received)
+    term("receive buffers of the pipeline", "communication", first.links.dtype, 0.0, received)
     if first.numbers.autocast:
         cast = sum(_weights_cast(b) for b in builders)
         term("copies that autocast makes of weights", "activations", first.numbers.act, 0.0, cast, False)

@@ -10,7 +10,7 @@ from typing import Literal
 from costmodel.advice import Advice, advise
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.changes import changed
-from costmodel.oom.message import LARGE_BLOCK, MIB, SMALL_BLOCK, Message, block_bytes
+from costmodel.oom.message import GIB, LARGE_BLOCK, MIB, SMALL_BLOCK, Message, block_bytes
 from costmodel.oom.requests import Request, requests
 from costmodel.prediction import predict
 from costmodel.report import RoleReport, StepReport
@@ -63,10 +63,14 @@ class Diagnosis:
 
 def diagnose(run: Run, message: Message, profile: Profile | str | None = None, *, watch: Watch | None = None) -> Diagnosis:
     """Read a message against a run; the capacity in it counts, where it is given."""
-    if message.tried is None:
+    if message.tried is None or not message.tried.nbytes:
         raise PlanError("tried", None, "the size that was asked for is needed.", "Give the message, or --tried 112MiB.")
     if message.capacity is not None:
         run = changed(run, {"cluster.memory_bytes": message.capacity.nbytes})
+    held, room = message.allocated, run.cluster.accelerator.memory_bytes
+    if held is not None and held.nbytes > room * (1 + AGREES):
+        raise PlanError("allocated", f"{held.nbytes / GIB:.2f} GiB", f"{run.cluster.accelerator.name} has {room / GIB:.2f} GiB in all.",
+                        "Give the GPU of the job with --gpu, or what it has with --capacity.")
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     report = predict(run, constants, scaling=False)
     program = program_of(run)

@@ -24,6 +24,10 @@ def fit_section(advice: Advice, flags: Flags, page: Page) -> None:
                   indent="  ")
     if advice.fit:
         _table(advice.fit[:SHOWN], flags, page)
+        if advice.together:
+            page.line()
+            page.line("On the same GPUs, together these are:", indent="  ")
+            _table(advice.together, flags, page)
     elif advice.together:
         page.line("Together these are:", indent="  ")
         _table(advice.together, flags, page)

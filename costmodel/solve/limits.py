@@ -124,7 +124,8 @@ def _values(run: Run, quantity: str, keep: Keep) -> Candidates:
         if keep == "micro_batch":
             return Candidates(range(1, most + 1), end)
         each = run.recipe.global_batch // p.dp
-        return Candidates([n for n in range(1, each + 1) if each % n == 0], f"the global batch leaves {each:,} sequences to a data-parallel rank")
+        end = f"the global batch leaves {each:,} sequences to a data-parallel rank" if each <= most else end
+        return Candidates([n for n in range(1, min(each, most) + 1) if each % n == 0], end)
     if quantity == "layers":
         return Candidates(range(p.pp * p.virtual_stages, most + 1), end)
     ring = 2 if p.cp > 1 and p.cp_kind == "ring" and run.recipe.causal else 1

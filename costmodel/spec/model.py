@@ -11,6 +11,7 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
 Positions = Literal["learned", "rope", "alibi", "none"]
 QkNorm = Literal["none", "per_head", "full", "no_weight"]
 AttentionPattern = Literal["global", "sliding", "alternating", "mixed"]
+MOST_LAYERS = 100_000
 
 
 class MoE(Spec):
@@ -131,6 +132,8 @@ class Model(Spec):
         if self.heads % self.kv_heads:
             raise PlanError("model.kv_heads", self.kv_heads, f"heads = {self.heads} must be a multiple of kv_heads.",
                             f"Use kv_heads = {_near_divisor(self.heads, self.kv_heads)}.")
+        if self.layers > MOST_LAYERS:
+            raise PlanError("model.layers", self.layers, f"a model has at most {MOST_LAYERS:,} layers here.", "Use layers = 100, say.")
         if self.positions == "learned" and not self.position_rows:
             raise PlanError("model.position_rows", 0, "learned positions need the number of rows of their table.",
                             "Use position_rows = the longest sequence, for example 1024.")

@@ -80,6 +80,8 @@ def write(path: Path, text: str) -> Path:
     ("r.json", '{"params": "1B", "params": "2B"}', "params appears twice in one table. Leave one out."),
     ("r.yaml", "params: 1B\nplan:\n  zero: 1\n  zero: 3\n", "zero appears twice in one table (again at line 4). Leave one out."),
     ("r.json", "[1, 2]", "it holds a list, and a run is a table. Write fields such as params, and the tables cluster, plan and recipe."),
+    ("r.yaml", "3", "it holds one value, and a run is a table."),
+    ("r.yaml", "llama-3-8b", "it holds text, and a run is a table."),
     ("r.json", "[" * 100_000, "nested too deeply"),
     ("r.toml", 'params = "1B"\n[plan]\nzero = "3"\n', "plan.zero = 3: a ZeRO stage is 0 (DDP), 1, 2 or 3 (FSDP). Use zero = 3."),
     ("r.toml", 'params = "1B"\n[plan]\ntp = 16\n', "plan.tp = 16: model.kv_heads = 8 must be a multiple of tp. Use tp = 8."),

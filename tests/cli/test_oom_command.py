@@ -54,6 +54,8 @@ def test_json_has_the_documented_keys() -> None:
 @pytest.mark.parametrize(("line", "message"), [
     (f"oom {RUN} --tried many", "--tried many: is not a number of bytes. Write it as the message does"),
     (f"oom {RUN} --allocated 3GiB", "the size that was asked for is needed"),
+    (f"oom {RUN} --tried 0", "the size that was asked for is needed"),
+    (f"oom {RUN} --tried 112MiB --allocated 300GiB", "300.00 GiB: rtx_a6000 has 48.00 GiB in all. Give the GPU of the job with --gpu"),
     (f"oom {RUN} --log /nowhere/job.log", "cannot be read"),
     (f'oom {RUN} --message "all is well"', "the message: it holds no out-of-memory message of PyTorch"),
     (f"oom {RUN}", "no message: it holds no out-of-memory message"),

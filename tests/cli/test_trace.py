@@ -54,6 +54,13 @@ def test_every_pipeline_rank_is_a_process(tmp_path: Path) -> None:
     assert len({e["pid"] for e in json.loads(path.read_text())["traceEvents"]}) == 1
 
 
+def test_a_trace_that_no_viewer_opens_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*ASKED, "-o", str(tmp_path / "t.json"), "--grad-accum", "1000000"])
+    assert result.exit_code == 2
+    assert "--grad-accum 1000000: a trace of so many micro-batches is too long for a viewer. Use --grad-accum 14285 or less" in result.output
+    assert not (tmp_path / "t.json").exists()
+
+
 def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*ASKED, "-o", str(tmp_path / "t.json"), "--role", "3"])
     assert result.exit_code == 2 and "Use 0 to 0" in result.output

@@ -52,12 +52,18 @@ def test_json_has_stable_keys() -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [
     ("2.84s", 2.84), ("910 ms", 0.91), ("1,200 ms", 1.2), (".5 sec", 0.5), ("16000 tok/s", 2.0), ("16k tokens/s", 2.0), ("0.016M tok/s", 2.0),
-    ("4000 tok/s/gpu", 2.0), ("4k tok/s / GPU", 2.0)])
-def test_a_measured_step_is_a_time_or_a_rate(text: str, seconds: float) -> None:
-    assert measured_step(text, tokens_per_step=32_000, gpus=4) == pytest.approx(seconds)
+    ("4000 tok/s/gpu", 2.0), ("4k tok/s / GPU", 2.0), ("25%", 2.0), ("25.0 % MFU", 2.0)])
+def test_a_measured_step_is_a_time_a_rate_or_an_mfu(text: str, seconds: float) -> None:
+    assert measured_step(text, tokens_per_step=32_000, gpus=4, ideal_s=0.5) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["2.84", "0s", "fast", "-1s", "1e3 s", "30%", "1 h"])
+def test_a_measured_mfu_is_the_mfu_of_the_answer() -> None:
+    bars = json.loads(call(f"{ONE} --measured 31%  --json").stdout)["waterfall"]
+    assert bars["mfu"] == pytest.approx(0.31)
+    assert "that is 104% of the peak of h100_sxm" in error(f"{ONE} --measured 104%")
+
+
+@pytest.mark.parametrize("text", ["2.84", "0s", "fast", "-1s", "1e3 s", "0%", "31 %/gpu", "1 h"])
 def test_anything_else_is_one_message(text: str) -> None:
-    assert error(f"{ONE} --measured '{text}'") == (f'error: --measured {text}: it must be a time or a rate. Write 2.84s, 910ms, "12000 tok/s" (of the job) '
-                                                   'or "1500 tok/s/gpu".')
+    assert error(f"{ONE} --measured '{text}'") == (f'error: --measured {text}: it must be a time, a rate or an MFU. Write 2.84s, 910ms, '
+                                                   '"12000 tok/s" (of the job), "1500 tok/s/gpu" or 31%.')

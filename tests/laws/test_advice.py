@@ -61,17 +61,24 @@ def test_known_runs(case: str) -> None:
     assert found >= {"one change": {"fit"}, "a pair": {"together", "helps"}, "more gpus": {"together"}, "a pipeline": {"fit"}, "faster": {"faster"}}[case]
 
 
+TWO_CARDS: dict[str, Any] = {"model": "llama-3-8b", "cluster": {"gpu": "rtx_a6000", "gpus": 2}, "plan": {"strategy": "fsdp", "checkpointing": "full"},
+                             "recipe": {"seq_len": 8192}}
+
+
 def words(advice: Advice) -> str:
     return " | ".join(s.words for s in (*advice.fit, *advice.together, *advice.faster))
 
 
 def test_two_cards_of_48_gb_need_more_of_them() -> None:
     """torchtitan issue 620: 16 bytes a parameter over two cards of 48 GB; checkpointing and batch are no help, more GPUs are."""
-    advice = advise(build_run(model="llama-3-8b", cluster={"gpu": "rtx_a6000", "gpus": 2}, plan={"strategy": "fsdp", "checkpointing": "full"},
-                              recipe={"seq_len": 8192}))
+    advice = advise(build_run(**TWO_CARDS))
     assert advice.states_alone
     assert not any("checkpointing" in s.words or "micro-batch" in s.words for s in advice.fit)
     assert any("GPUs" in s.words for s in advice.fit)
+    [here] = advice.together
+    assert here.run.cluster.gpus == 2, "beside more GPUs alone: what is enough on these"
+    assert here.remark, "16 bytes a parameter of two moments, gradients and weights in fp32 leave no other way"
+    applied_gives_the_promised_figures(build_run(**TWO_CARDS), advice)
 
 
 def test_the_foreach_optimizers_copies_go_with_the_fused_kernel() -> None:
@@ -103,3 +110,12 @@ def test_it_can_be_stopped() -> None:
     run = build_run(model="llama-3-70b", cluster={"gpus": 8}, plan={"strategy": "fsdp"})
     left = iter([True] * 5)
     assert advise(run, watch=lambda _: next(left, False)).stopped
+
+
+def test_an_absurd_batch_gets_an_answer() -> None:
+    """A slip of the keyboard, not a run: what is tried does not grow with the number."""
+    asked = {"params": "100M", "cluster": {"gpus": 1}}
+    large = advise(build_run(**asked, recipe={"micro_batch": 10**12}))
+    assert large.report.verdict == "does not fit"
+    assert any(s.run.recipe.micro_batch * s.run.recipe.grad_accum == 10**12 for s in large.fit)
+    assert advise(build_run(**asked, recipe={"grad_accum": 10**12})).report.verdict == "fits"

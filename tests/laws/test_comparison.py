@@ -49,6 +49,17 @@ def test_against_one_gpu_the_efficiency_is_the_weak_scaling_and_no_memory_is_neg
         assert role.memory is not None and min(role.memory.allocated.by_category.values()) > 0
 
 
+@pytest.mark.parametrize("plan", [{}, {"zero": 3}])
+def test_a_slow_rank_is_not_the_one_gpu(plan: dict[str, int]) -> None:
+    """The job waits for its slow rank; the one GPU that it is compared with is of the usual speed."""
+    run, usual = (build_run(params="1B", cluster={"gpus": 8, "slow_rank": slow}, plan=plan) for slow in (1.2, 1.0))
+    base = one_gpu(run)
+    assert base.report.step_s == one_gpu(usual).report.step_s
+    entry = compare(base, predicted("b", run)).entries[1]
+    assert entry.weak is not None and entry.weak < 1 / 1.15
+    assert entry.efficiency == pytest.approx(entry.weak, rel=1e-6)
+
+
 def test_a_gpu_that_handles_twice_the_tokens_is_compared_at_the_same_tokens() -> None:
     """A step of two micro-batches is two of one, less what a step costs once: the update, the fixed part."""
     small, large = (build_run(params="1B", cluster={"gpus": 1}, recipe={"grad_accum": n}) for n in (1, 2))

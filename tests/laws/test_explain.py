@@ -90,6 +90,17 @@ def test_the_bytes_per_parameter_that_papers_give(plan: dict[str, Any], expected
     assert kept == pytest.approx(expected, rel=0.01)
 
 
+def test_what_a_pipeline_receives_has_the_dtype_of_activations() -> None:
+    """torch.distributed.pipelining keeps a buffer of tokens x hidden for each of 8 micro-batches, both ways on a middle stage: 2 bytes each in bf16."""
+    run = build_run(model={**SHAPE, "tied_embeddings": False}, cluster={"gpus": 4}, plan={"pp": 4, "stage_layers": [1, 5, 1, 1]},
+                    recipe={"seq_len": 256, "grad_accum": 8, "precision": "bf16-pure"})
+    e = explain(run)
+    assert e.role == "pipeline rank 1"
+    [buffers] = [t for t in e.terms if t.category == "communication"]
+    assert buffers.dtype == "bf16"
+    assert buffers.here * e.params == pytest.approx(2 * 8 * 256 * run.model.hidden * 2)
+
+
 # -- what it says of an axis -------------------------------------------------------------------------------------------------
 
 
