@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 from costmodel.report import CATEGORIES, Collective, Provenance, RoleReport, StepReport
@@ -88,8 +89,8 @@ class Comparison:
         """Plain data with stable keys."""
         seen = self.observed
         return {"within_tolerance": self.within_tolerance,
-                "bytes": [{"name": r.name, "predicted": r.predicted, seen: r.observed, "difference": r.difference, "within": r.within}
-                          for r in self.rows],
+                "bytes": [{"name": r.name, "predicted": r.predicted, seen: r.observed, "difference": r.difference if isfinite(r.difference) else None,
+                           "within": r.within} for r in self.rows],
                 "seconds": [{"name": s.name, "predicted": s.predicted, seen: s.observed} for s in self.seconds],
                 "moments": {"predicted": self.moments[0], seen: self.moments[1]},
                 f"only_{seen}": [[*k, n] for k, n in self.missing.items()], "only_predicted": [[*k, n] for k, n in self.surplus.items()]}

@@ -56,11 +56,13 @@ class Figures(NamedTuple):
     states_bytes: int | None
     communication_s: float | None
     exposed_s: float | None
+    """Waited for. A measurement cannot tell a pipeline's bubble from it; so the predicted bubble is in it too."""
 
     @property
     def overlap(self) -> float | None:
-        """The share of communication that computation hides."""
-        return 1 - self.exposed_s / self.communication_s if self.communication_s and self.exposed_s is not None else None
+        """The share of communication that computation hides; None where a bubble is waited for beside it."""
+        total, exposed = self.communication_s, self.exposed_s
+        return 1 - exposed / total if total and exposed is not None and exposed <= total else None
 
 
 class Longer(NamedTuple):
@@ -106,7 +108,7 @@ def figures(report: StepReport | None) -> Figures:
         return Figures(None, None, None, None, None, None)
     time, memory = slowest(report), report.fullest.memory
     return Figures(report.step_s, report.tokens_per_s, memory.allocated.total_bytes if memory else None, sum(memory.states.values()) if memory else None,
-                   sum(time.communication_s.values()) if time else None, sum(time.exposed_s.values()) if time else None)
+                   sum(time.communication_s.values()) if time else None, sum(time.exposed_s.values()) + (time.bubble_s or 0.0) if time else None)
 
 
 def longer(one: Entry, other: Entry) -> Longer | None:
@@ -189,7 +191,7 @@ MORE_WORK = {"ddp": f"gradients are copied into buckets, every rank updates all 
              "fsdp": f"gathered parameters are copied out of buffers and gradients into them, and {SMALLER}.",
              "tensor": "norms, residuals and the embedding's output are computed whole on every rank, and narrower matrix products are less efficient.",
              "pipeline": f"{SMALLER}, and stages are not even: the last one has the head and the loss."}
-WAITED_FOR = {"tensor": "a layer cannot go on before its all-reduce is done.", "pipeline": "a stage has nothing to do before its neighbour has sent."}
+WAITED_FOR = {"tensor": "a layer cannot go on before its all-reduce is done.", "pipeline": "a stage has nothing to do before its neighbour has sent"}
 LAST = "the last reduction has no computation left to hide it, and the others are hidden only where they take no longer than what runs beside them."
 
 
@@ -200,12 +202,11 @@ def _causes(other: Entry, parts: Longer) -> Iterator[str]:
     if parts.work_s > noticed:
         yield f"More work: {MORE_WORK[kind]}"
     if parts.exposed_s > noticed:
-        yield f"Waiting for communication: {WAITED_FOR.get(kind, LAST)}"
-    if parts.idle_s > noticed:
         m = other.run.micro_batches
-        bubble = (f"the bubble, at least (p-1)/(m+p-1) = {(p.pp - 1) / (m + p.pp - 1):.0%} of a step with {m} micro-batches on {p.pp} stages; and "
-                  if kind == "pipeline" else "")
-        yield f"Idle: {bubble}the host issues more and smaller operations, and ranks wait for the slowest."
+        bubble = f"; the bubble is at least (p-1)/(m+p-1) = {(p.pp - 1) / (m + p.pp - 1):.0%} of a step with {m} micro-batches on {p.pp} stages."
+        yield f"Waiting for communication: {WAITED_FOR.get(kind, LAST)}{bubble if kind == 'pipeline' else ''}"
+    if parts.idle_s > noticed:
+        yield "Idle: the host issues more and smaller operations, and ranks wait for the slowest."
 
 
 def _signed(seconds: float) -> str:

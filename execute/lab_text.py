@@ -26,7 +26,7 @@ def markdown(entries: Sequence[Entry], environment: Environment, threads: int | 
 
 
 def _words(one: Entry, entry: Entry) -> list[str]:
-    return [*placed(entry), *(f"sends {line}" for line in sent(entry)), *(why(one, entry) or [f"not measured: {entry.outcome.message}"])]
+    return [*placed(entry), *(f"communicates {line}" for line in sent(entry)), *(why(one, entry) or [f"not measured: {entry.outcome.message}"])]
 
 
 def _throughput(entries: Sequence[Entry]) -> list[str]:

@@ -82,6 +82,7 @@ class Explorer(App[None]):
         self.rested: Rested | None = None
         self.pins: list[Pinned] = []
         self._advice: Timer | None = None
+        self.leaving = False
         self.own: State | None = None
         """One's own state while the tour is open."""
         self.stop = 0
@@ -100,7 +101,7 @@ class Explorer(App[None]):
         yield Canvas(id="keys")
 
     def on_mount(self) -> None:
-        self.query_one(Form).focus()
+        self.form.focus()
         self.consider()
         sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # what has been imported stays: no key should wait for a collector that looks at it
@@ -110,23 +111,35 @@ class Explorer(App[None]):
         self.call_after_refresh(self.paint)
 
     @property
+    def root(self) -> Screen[Any]:
+        """The screen of the explorer, also while a dialog is on top of it."""
+        return self.screen_stack[0]
+
+    @property
+    def switcher(self) -> ContentSwitcher:
+        return self.root.query_one("#views", ContentSwitcher)
+
+    @property
     def view(self) -> str:
-        return self.query_one("#views", ContentSwitcher).current or "explore"
+        return self.switcher.current or "explore"
 
     @property
     def pane(self) -> Pane:
-        return self.query_one(f"#{self.view}", Pane)
+        return self.root.query_one(f"#{self.view}", Pane)
+
+    @property
+    def form(self) -> Form:
+        return self.root.query_one(Form)
 
     def paint(self) -> None:
         """Hand the state to everything in sight."""
-        root = self.screen_stack[0]
         self.set_class(self.state.run.plan.pp > 1, "pipelined")
-        root.query_one(Form).paint(self.state)
-        root.query_one(f"#{self.view}", Pane).paint(self.state)
-        root.query_one("#tabs", Canvas).show([self.tab_line()])
-        root.query_one("#keys", Canvas).show([self.key_line()])
+        self.form.paint(self.state)
+        self.pane.paint(self.state)
+        self.root.query_one("#tabs", Canvas).show([self.tab_line()])
+        self.root.query_one("#keys", Canvas).show([self.key_line()])
         if self.own is not None:
-            root.query_one("#tour", Canvas).show(panel(self.stop, self.said, self.size.width - 2))
+            self.root.query_one("#tour", Canvas).show(panel(self.stop, self.said, self.size.width - 2))
 
     def tab_line(self) -> Line:
         width = self.size.width
@@ -160,6 +173,15 @@ class Explorer(App[None]):
             self.paint()
             self.consider()
 
+    def current(self, state: State) -> bool:
+        """Whether threads should go on with a state: it is the present one, and nobody leaves."""
+        return self.state is state and not self.leaving
+
+    async def action_quit(self) -> None:
+        """Leave; threads that search are told to stop, so that nobody waits for them."""
+        self.leaving = True
+        self.exit()
+
     def consider(self) -> None:
         """Look for what would help, once the state has rested for a moment."""
         if self._advice is not None:
@@ -173,7 +195,7 @@ class Explorer(App[None]):
 
         def watch(progress: object) -> bool:
             time.sleep(YIELD_S)
-            return self.state is state
+            return self.current(state)
 
         def work() -> None:
             from costmodel.advice import advise
@@ -184,7 +206,7 @@ class Explorer(App[None]):
                 found = proposals(advise(state.run, state.profile, watch=watch))
             except PlanError:
                 found = Proposals((), "")
-            if self.state is state:
+            if watch(None):
                 self.call_from_thread(self.rest, state, Rested(report, found))
 
         self.run_worker(work, thread=True, group="advice", exclusive=True, exit_on_error=False)
@@ -216,7 +238,7 @@ class Explorer(App[None]):
 
     def action_go_to(self, path: str) -> None:
         """Put the cursor of the form on a field."""
-        form = self.query_one(Form)
+        form = self.form
         if form.cursor == path and not isinstance(self.screen, Picker) and form.has_focus:
             self.action_choose(path)
         form.go_to(path)
@@ -271,13 +293,13 @@ class Explorer(App[None]):
 
     async def action_view(self, name: str) -> None:
         """Show a view; it is built at the first visit."""
-        switcher = self.query_one("#views", ContentSwitcher)
+        switcher = self.switcher
         if not switcher.query(f"#{name}"):
             await switcher.mount(pane_class(name)(id=name))
         switcher.current = name
-        pane = self.query_one(f"#{name}", Pane)
+        pane = self.pane
         self.set_class(self.has_class("narrow") and not pane.with_form, "formless")
-        (pane.first_focus() or self.query_one(Form)).focus()
+        (pane.first_focus() or self.form).focus()
         self.call_after_refresh(self.paint)
 
     def action_form(self) -> None:
@@ -286,7 +308,7 @@ class Explorer(App[None]):
 
     def action_other_pane(self) -> None:
         """From the form to the view and back."""
-        form, inner = self.query_one(Form), self.pane.first_focus()
+        form, inner = self.form, self.pane.first_focus()
         (form if inner is None or not form.has_focus else inner).focus()
         self.paint()
 
@@ -294,7 +316,7 @@ class Explorer(App[None]):
 
     def action_choose(self, path: str | None = None) -> None:
         """Type a value of a field, or search its list."""
-        field = BY_PATH[path or self.query_one(Form).cursor]
+        field = BY_PATH[path or self.form.cursor]
 
         def take(value: Any) -> None:
             if value is not None:

@@ -8,7 +8,8 @@ to the step, and exposed communication is what no computation covers.
           name the process group. A kernel of NCCL also waits for its peers.
     CPU   computation: what the operators on the thread that runs the step (backward runs there too) do themselves; communication: gloo's
           own annotations on its worker threads. A thread serves one process group; which axis that is follows from the sizes it sends.
-          Idle is Python between operators, and waiting for a send or receive, which gloo does not annotate while it waits.
+          Of messages between two ranks the receive counts, which also waits for the sender; a send is in flight until somebody asks.
+          Idle is Python between operators.
 """
 
 import gzip
@@ -171,12 +172,12 @@ def _operators(events: Iterable[_Event], main: Any) -> list[_Event]:
 
 
 def _gloo(events: Iterable[_Event], main: Any, collectives: Sequence[Collective]) -> dict[str, list[Interval]]:
-    """Communication by axis on gloo's worker threads."""
+    """Communication by axis: gloo's worker threads, and what the step's own thread receives."""
     by_thread: dict[Any, list[_Event]] = defaultdict(list)
     for event in events:
-        if event.category == "user_annotation" and event.name.startswith("gloo:") and event.thread != main:
+        if event.category == "user_annotation" and (event.name == "gloo:recv" or event.name.startswith("gloo:") and event.thread != main):
             by_thread[event.thread].append(event)
-    known = {axis: {(KINDS.get(c.kind, c.kind), c.in_bytes) for c in collectives if c.axis == axis and c.group > 1}
+    known = {axis: {(KINDS.get(c.kind, c.kind), c.in_bytes or c.message_bytes) for c in collectives if c.axis == axis and c.group > 1}
              for axis in dict.fromkeys(c.axis for c in collectives if c.group > 1)}
     sent: dict[str, list[Interval]] = defaultdict(list)
     for thread in by_thread.values():

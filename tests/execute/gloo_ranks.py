@@ -37,7 +37,8 @@ def perform(cases: dict[str, tuple[str, dict[str, Any]]], world: int, where: Pat
                                           env=environment, stdout=file, stderr=file))
     try:
         for rank, log in zip(ranks, logs, strict=True):
-            assert rank.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
+            code = rank.wait(timeout=TIMEOUT_S)
+            assert code == 0, f"{log.stem} ended with {code}: {log.read_text()[-3000:]}"
     finally:
         for rank in ranks:
             rank.kill()

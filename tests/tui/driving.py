@@ -51,7 +51,8 @@ async def says(pilot: "Pilot[None]", app: Explorer, words: str) -> None:
     """Wait until the screen says something (a toast comes a moment later), however its lines are broken."""
     def there() -> bool:
         rows = screen(app)
-        return any("".join(words.split()) in "".join("".join(part).split()) for part in (rows, [row.rpartition("▕")[2] for row in rows]))
+        parts = rows, *([row.rpartition(edge)[2] for row in rows] for edge in "▕▌")
+        return any("".join(words.split()) in "".join("".join(part).split()) for part in parts)
     for _ in range(60):
         if there():
             return

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tui.app import Explorer
 from tui.dialogs import Paper, Picker
 from tui.form import Form
 from tui.keys import KEYS
+from tui.presets import PRESETS
 from tui.views.explore import gib, held
 
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -291,10 +293,16 @@ def test_without_textual_the_command_says_what_to_install() -> None:
     assert "pip install -e '.[tui]'" in done.stderr
 
 
-def test_a_failed_explorer_run_leaves_no_task_behind() -> None:
+def test_quitting_stops_what_runs() -> None:
+    """Threads end with the explorer: each prediction of a search asks whether to go on."""
     async def main() -> None:
-        app = Explorer()
+        app = Explorer(PRESETS[5].given)
         async with app.run_test() as pilot:
+            await pilot.press("5", "g")
+            await pilot.pause(0.2)
+            assert app.current(app.state)
             await pilot.press("q")
+            assert not app.current(app.state)
         assert app.return_code == 0
     asyncio.run(main())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")]

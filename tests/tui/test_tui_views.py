@@ -459,7 +459,7 @@ def test_a_dry_run_is_laid_beside_the_prediction() -> None:
 def test_commands_are_those_of_execute() -> None:
     words = command(JOBS[0], Path("run.toml"), Path("record.json"))
     assert words[1:] == ["-m", "execute", "dryrun", "run.toml", "--json"]
-    for job in JOBS[:4]:
+    for job in JOBS:
         done = subprocess.run([*command(job, Path("x"), Path("y"))[:4], "--help"], capture_output=True, text=True, check=False)
         assert done.returncode == 0, job.name
 
@@ -467,3 +467,21 @@ def test_commands_are_those_of_execute() -> None:
 def test_progress_that_counts_has_a_bar() -> None:
     assert text_of(measured.progress("validate: 7 of 14: fsdp")) == "██████░░░░░░ "
     assert measured.progress("starting …") == []
+
+
+def test_what_threads_find_arrives_while_a_dialog_is_open() -> None:
+    async def script(pilot: "Pilot[None]", app: Explorer) -> None:
+        for view in ("2", "3", "4", "1"):
+            await keys(pilot, view)
+            app.step("recipe.micro_batch", 1)
+            await keys(pilot, "question_mark")
+            await settled(pilot, lambda: app.proposals is not None)
+            await pilot.pause(0.3)
+            await keys(pilot, "escape")
+        await keys(pilot, "5", "g", "question_mark")
+        pane = app.pane
+        assert isinstance(pane, Solve)
+        await settled(pilot, lambda: not pane.running)
+        await keys(pilot, "escape")
+        assert "plans:" in text(app)
+    drive(script, given={**SMALL, "cluster": {"gpus": 2}})

@@ -83,7 +83,7 @@ class Compare(Pane):
 
         def watch(progress: Progress) -> bool:
             time.sleep(0.0005)
-            return app.state is state and CURVE_FIELDS[self.field] == path
+            return app.current(state) and CURVE_FIELDS[self.field] == path
 
         def work() -> None:
             curves = [(letter, sweep(pin.run, path, state.profile, app.keep, watch)) for letter, pin in runs]

@@ -44,7 +44,7 @@ class Explain(Pane):
                     lines = page(state, max(40, width), complete)
                 except PlanError as error:
                     lines = [[Span(f"{error.rule} {error.fix}", "warn")]]
-                if app.state is not state:
+                if not app.current(state):
                     return
                 app.call_from_thread(self.take, (state.run, width), lines)
 

@@ -81,15 +81,17 @@ class Solve(Pane):
             time.sleep(YIELD_S)
             if time.monotonic() - told > TOLD_S:
                 told = time.monotonic()
-                app.call_from_thread(self.tell, me, progress)
-            return self.running == me
+                if not app.leaving:
+                    app.call_from_thread(self.tell, me, progress)
+            return self.running == me and not app.leaving
 
         def work() -> None:
             try:
                 answer: Solution | Plans | str = search.start(state.run, state.profile, keep, watch)
             except PlanError as error:
                 answer = f"{error.rule} {error.fix}"
-            app.call_from_thread(self.take, me, answer)
+            if not app.leaving:
+                app.call_from_thread(self.take, me, answer)
 
         self.run_worker(work, thread=True, group="solve", exit_on_error=False)
         self.paint(state)

@@ -106,7 +106,7 @@ class Timeline(Pane):
                 app.call_from_thread(self.say, f"{error.rule} {error.fix}")
                 return
             for lane in lanes_of(lanes.timelines, lanes.axes, 0, rows):
-                if self.run is not state.run:
+                if self.run is not state.run or app.leaving:
                     return
                 items(lanes, lane, Window(0.0, lanes.step_s), width)
             lanes.eager = False
@@ -202,12 +202,11 @@ class Timeline(Pane):
     # -- what is picked --------------------------------------------------------------------------------------------------------
 
     def move(self, by: int) -> None:
+        """To the stream above or below."""
         if self.lanes is not None:
-            at = self.rows.index(self.lane) + by
-            if 0 <= at < len(self.rows):
-                self.lane = self.rows[at]
-                if by < 0 and self.lane.stream == COMPUTE and len(below := [lane for lane in self.rows if lane.at == self.lane.at]) > 1 and at:
-                    self.lane = below[-1] if self.rows[at + 1].at != self.lane.at else self.lane
+            rows = self.rows
+            at = (rows.index(self.lane) if self.lane in rows else 0) + by
+            self.lane = rows[max(0, min(len(rows) - 1, at))]
             self.picked = None
             self.draw()
 

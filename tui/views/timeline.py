@@ -197,17 +197,22 @@ def _cell(when: float, window: Window, width: int) -> int:
 
 
 def _bars(found: Sequence[Item], window: Window, width: int, picked: Item | None, plain: str = "") -> Cells:
-    """Items with their labels; a label that does not fit becomes its letter."""
-    row = Cells(width, "·", "idle")
+    """Items with their labels; one that does not fit loses its beginning (`attention.out` is `out`), else becomes its letter."""
+    row = Cells(width, " " if plain else "·", "idle")
     for item in found:
         a, b = max(0, _cell(item.start, window, width)), min(width, _cell(item.end, window, width))
         if b <= a:
             continue
         style = "cursor" if picked is not None and item.start == picked.start and item.end == picked.end else plain or STYLES.get(item.phase, "p-f")
         n = b - a
-        text = item.label if len(item.label) < n else item.label[:1] if n > 1 or item.label[:1].isalpha() else " "
+        text = next((words for words in (item.label, item.label.partition(".")[2]) if 0 < len(words) < n), item.label[:1] if n > 1 else _letter(item.label))
         row.put(a, (text.ljust(n - 1) + "▕") if n > 1 else text, style)
     return row
+
+
+def _letter(label: str) -> str:
+    """A single cell holds a letter, never a cut number."""
+    return label[:1] if label[:1].isalpha() else " "
 
 
 def _density(found: Sequence[Item], window: Window, width: int, style: str) -> Cells:

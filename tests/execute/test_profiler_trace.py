@@ -109,16 +109,18 @@ CPU = trace_of(
     event("aten::mm", "cpu_op", 4, 99, "worker"),
     event("gloo:all_reduce", "user_annotation", 45, 70, "a", **{"Input Dims": [[250]], "Input type": ["float"]}),
     event("gloo:all_gather", "user_annotation", 65, 80, "b", **{"Input Dims": [[10, 10]], "Input type": ["c10::BFloat16"]}),
-    event("aten::norm", "cpu_op", 90, 91))
+    event("aten::norm", "cpu_op", 90, 91), event("gloo:send", "user_annotation", 50, 99, **{"Input Dims": [[25]], "Input type": ["float"]}),
+    event("gloo:recv", "user_annotation", 92, 96, **{"Input Dims": [[25]], "Input type": ["float"]}))
 SENT = (Collective("backward", "tp", "all-reduce", 2, 1, 1000, 1000, 1000, "fp32"),
         Collective("forward", "dp_shard", "all-gather", 2, 1, 200, 400, 400, "bf16"),
-        Collective("forward", "dp_shard", "reduce-scatter", 2, 1, 2000, 1000, 2000, "fp32"))
+        Collective("forward", "dp_shard", "reduce-scatter", 2, 1, 2000, 1000, 2000, "fp32"), Collective("init", "pp", "recv", 2, 1, 0, 100, 100, "fp32"))
 
 
 def test_a_cpu_trace_gives_the_exact_exposed_and_idle_seconds() -> None:
     report = read_trace(CPU, SENT)
-    assert in_ms(report.breakdown) == {"matmul": 35, "attention": 8, "optimizer": 1, "memory-bound": 7, "exposed dp_shard": 15, "exposed tp": 13, "idle": 21}
-    assert in_ms(report.communication_s) == {"dp_shard": 15, "tp": 25}
+    assert in_ms(report.breakdown) == {"matmul": 35, "attention": 8, "optimizer": 1, "memory-bound": 7, "exposed dp_shard": 15, "exposed pp": 4,
+                                          "exposed tp": 13, "idle": 17}
+    assert in_ms(report.communication_s) == {"dp_shard": 15, "pp": 4, "tp": 25}
     assert in_ms(report.phases) == {"forward": 40, "backward": 50, "optimizer": 2, "other": 8}
     assert report.host_s is None
     parts_sum(report)
