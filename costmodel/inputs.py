@@ -102,6 +102,8 @@ def first_error(error: ValidationError, prefix: str = "") -> PlanError:
         return PlanError(path, value, f"must be {relation} {ctx[bound]:g}.", f"Use {last} = {ctx[bound] + nudge:g}.")
     for start, rule, advice in _WRONG_TYPE:
         if kind.startswith(start):
+            if start == "int" and isinstance(value, float) and abs(value) >= 1:
+                advice = f"Use {{}} = {round(value)}."
             return PlanError(path, value, rule, advice.format(last))
     return PlanError(path, value, f"{detail['msg'][0].lower()}{detail['msg'][1:]}.", "See docs/run.md for what the field takes.")
 

@@ -59,7 +59,7 @@ def run(
     """
     require_torch_or_refuse()
     resolved = given.resolve()
-    _check(device, warmup, steps, timeout, trace)
+    _check(device, warmup, steps, timeout, trace, data)
     for place in (record, trace and trace.parent):
         if place is not None:
             prepare_place(place)
@@ -97,7 +97,7 @@ def _naming(given: Given) -> Iterator[None]:
             raise
 
 
-def _check(device: str, warmup: int, steps: int, timeout: float, trace: Path | None) -> None:
+def _check(device: str, warmup: int, steps: int, timeout: float, trace: Path | None, data: Path | None) -> None:
     if device not in ("", "cpu", "cuda"):
         raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
     for name, value in (("--warmup", warmup), ("--steps", steps)):
@@ -105,6 +105,8 @@ def _check(device: str, warmup: int, steps: int, timeout: float, trace: Path | N
             raise InputError(f"{name} {value}: must be at least 1. Use {name} 1.")
     if timeout <= 0:
         raise InputError(f"--timeout {timeout:g}: must be above 0. Use --timeout 1800.")
+    if data is not None and not data.is_file():
+        raise InputError(f"--data {data}: there is no such file. Give a text file, or leave it out for random tokens.")
     if trace is not None and not trace.name.endswith((".json", ".json.gz")):
         raise InputError(f"--trace {trace}: a Chrome trace ends in .json or .json.gz. Use --trace {trace}.json.")
 

@@ -153,6 +153,8 @@ def test_a_written_run_reads_back_as_itself() -> None:
     ({"cluster": {"gpus": 0}}, "cluster.gpus = 0: must be a whole number of at least 1. Use gpus = 8."),
     ({"cluster": {"gpus": 10**40}}, "cluster.gpus = 100000000000...: is too large for anything here. Stay below 1,000,000,000,000,000."),
     ({"recipe": {"seq_len": True}}, "recipe.seq_len = True: must be a whole number. Use seq_len = 8, say."),
+    ({"cluster": {"memory_bytes": 20e9}}, "cluster.accelerator.memory_bytes = 20000000000.0: must be a whole number. Use memory_bytes = 20000000000."),
+    ({"recipe": {"seq_len": 4096.7}}, "recipe.seq_len = 4096.7: must be a whole number. Use seq_len = 4097."),
     ({"recipe": {"seq_len": "4096"}}, "recipe.seq_len = 4096: must be a whole number. Use seq_len = 8, say."),
     ({"recipe": {"seq_len": 0}}, "recipe.seq_len = 0: must be above 0. Use seq_len = 1."),
     ({"recipe": {"dropout": float("nan")}}, "recipe.dropout = nan: is not a finite number. Use one such as 0.1."),

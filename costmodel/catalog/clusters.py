@@ -1,6 +1,6 @@
 """Clusters: a number of GPUs on nodes of one shape, with the topology that follows."""
 
-from costmodel.catalog.accelerators import AcceleratorEntry, accelerator, accelerator_entry
+from costmodel.catalog.accelerators import AcceleratorEntry, accelerator, accelerator_entry, list_accelerators
 from costmodel.catalog.nodes import NodeShape, node_shape
 from costmodel.spec.base import PlanError
 from costmodel.spec.cluster import Accelerator, Cluster, Level
@@ -45,7 +45,10 @@ def _device_and_shape(gpu: str | None, name: str | None) -> tuple[Accelerator, N
     entry = accelerator_entry(gpu)
     if not _fits(entry, shape):
         holds = shape.accelerator or "PCIe cards"
-        use = f'gpu = "{shape.accelerator}"' if shape.accelerator else 'gpu = "l4"'
+        family = entry.name.partition("_")[0]
+        cards = [e.name for e in list_accelerators() if e.name.startswith(f"{family}_") and _fits(e, shape)]
+        card = shape.accelerator or min(cards, key=lambda card: "pcie" not in card, default="l4")
+        use = f'gpu = "{card}"'
         raise PlanError("cluster.gpu", gpu, f"{shape.name} holds {holds}, not {entry.name}.",
                         f'Use {use}, or name = "{entry.node}".')
     return accelerator(gpu), shape

@@ -91,6 +91,10 @@ def flag_of(field: str) -> str:
     return f"--set {field}"
 
 
+def _is_one_value(error: "PlanError") -> bool:
+    return error.field.partition(".")[0] in ("model", "plan", "recipe") and "." in error.field and isinstance(error.value, str | int | float)
+
+
 def as_flags(advice: str) -> str:
     """Advice in the words of a file ("Use zero = 3.") in those of the command line ("Use --zero 3.")."""
     def flag(match: re.Match[str]) -> str:
@@ -168,6 +172,8 @@ class Given:
         """The error as one line: where the value was written, the value, the rule, what works."""
         error = self._as_written(error)
         field = self._written_field(error.field)
+        if field is None and self.file is None and _is_one_value(error):
+            return self._chosen(error)
         if field is not None:
             about = self._subject(field, error.value)
         else:
@@ -177,10 +183,18 @@ class Given:
         by_flag = field is not None and self.origins[field].text.startswith("--") and not self.origins[field].text.startswith("--set")
         return f"{about}: {error.rule} {as_flags(error.fix) if by_flag else error.fix}"
 
+    def _chosen(self, error: "PlanError") -> str:
+        """The error about a value that nobody wrote, in words of the command line."""
+        flag, (table, _, last) = flag_of(error.field), error.field.rpartition(".")
+        fix = error.fix if error.field in BY_FIELD else re.sub(rf"\b({table}\.)?{last} = (\w+)", rf"{flag}=\2", error.fix)
+        return f"{flag}{' ' if error.field in BY_FIELD else '='}{shown(error.value)} (not given, so chosen): {error.rule} {as_flags(fix)}"
+
     def _as_written(self, error: "PlanError") -> "PlanError":
         """An error about a derived field in terms of what was given: a batch for the accumulation, a strategy for a ZeRO stage."""
         from costmodel.spec import PlanError
         field, value, rule, fix = error.field, error.value, error.rule, error.fix
+        if field == "cluster.accelerator" and field not in self.origins and "cluster.gpu" in self.origins:
+            field = "cluster.gpu"
         if "plan.strategy" in self.origins and "plan.zero" not in self.origins:
             fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {('ddp', 'zero1', 'zero2', 'fsdp')[int(stage[1])]}", fix)
             if field == "plan.zero":

@@ -195,6 +195,8 @@ def verdict_sentence(verdict: str, memory: MemoryReport) -> str:
         room = capacity - _used(memory)
     if room is None:
         return f"{verdict}: needs {needs}"
+    if verdict == "risky" and room < 0:
+        return f"risky: live tensors fit, but with the allocator's slack it needs {needs}, {size(-room)} too much"
     return f"{verdict}: needs {needs}, " + (f"{size(room)} to spare" if room >= 0 else f"{size(-room)} too much")
 
 

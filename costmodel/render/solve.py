@@ -16,7 +16,7 @@ HELD = 5
 """What the memory holds, so many of the largest."""
 NAMES = {"micro_batch": "micro-batch", "seq_len": "sequence length", "layers": "layers", "gpus": "GPUs"}
 COLUMNS = {"micro_batch": "batch", "seq_len": "tokens", "layers": "layers", "gpus": "GPUs"}
-ONE_STEP = {"micro_batch": "one more sequence adds", "seq_len": "the longer sequence adds", "layers": "one more layer adds", "gpus": "with fewer GPUs come"}
+ONE_STEP = {"micro_batch": "one more sequence adds", "seq_len": "the longer sequence adds", "layers": "one more layer adds", "gpus": "the smaller job adds"}
 
 
 def render_solution(title: str, solution: Solution, given: StepReport | None, flags: str, page: Page) -> str:

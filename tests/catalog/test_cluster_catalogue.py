@@ -111,6 +111,8 @@ def test_nodes_alone_are_enough():
      "cluster.gpus = 16: 3 nodes are used evenly, so gpus must be a multiple of nodes. Use gpus = 15, or leave nodes out."),
     ({"gpus": 8, "gpu": "a100", "name": "dgx-h100"},
      'cluster.gpu = a100: dgx_h100 holds h100_sxm, not a100_sxm_80gb. Use gpu = "h100_sxm", or name = "dgx_a100_80gb".'),
+    ({"gpus": 8, "name": "pcie_8gpu", "gpu": "h100"},
+     'cluster.gpu = h100: pcie_8gpu holds PCIe cards, not h100_sxm. Use gpu = "h100_pcie", or name = "dgx_h100".'),
     ({"gpus": 8, "name": "pcie_8gpu"}, 'cluster.gpu = None: pcie_8gpu takes any PCIe card, so the card must be named. Use gpu = "l4".'),
     ({"gpus": 8}, 'cluster.gpu = None: a cluster needs an accelerator or a node shape. Use gpu = "h100" or name = "dgx_h100".'),
     ({"gpus": 0, "gpu": "h100"}, "cluster.gpus = 0: a job has at least one rank on one node. Use gpus = 1."),

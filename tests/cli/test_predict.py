@@ -56,6 +56,13 @@ def test_a_verdict_says_by_how_much() -> None:
     assert "does not fit: needs 83.00 GiB of 80.00 GiB, 3.00 GiB too much" in text_of(step)
 
 
+def test_a_risky_run_that_needs_more_than_there_is_says_what_fits() -> None:
+    """The allocator gives cached blocks back before it fails, so that what must fit is the live tensors."""
+    tight = memory(verdict="risky", headroom_bytes=-3 * GIB, device_bytes=83 * GIB)
+    text = " ".join(text_of(report(roles=(RoleReport("every rank", 8, 0, tight, None, None),))).split())
+    assert "risky: live tensors fit, but with the allocator's slack it needs 83.00 GiB of 80.00 GiB, 3.00 GiB too much" in text
+
+
 def test_several_roles_are_compared() -> None:
     roles = tuple(RoleReport(name, 4, i, memory(), None, None) for i, name in enumerate(("first stage", "last stage")))
     text = text_of(report(roles=roles))

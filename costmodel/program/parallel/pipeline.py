@@ -55,7 +55,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
     if p.framework == "deepspeed":
         yield PlanError("plan.pp", p.pp, "DeepSpeed's pipeline: not predicted yet.", "Use framework = pytorch or megatron.")
     if torch and p.zero in (1, 2):
-        yield PlanError("plan.zero", p.zero, "ZeRO-1 and -2 do not go with torch.distributed.pipelining.", "Use zero = 3 or 0.")
+        yield PlanError("plan.zero", p.zero, "ZeRO-1 and -2 do not go with torch.distributed.pipelining.", "Use zero = 3, or zero = 0.")
     if torch and p.zero == 3 and p.reshard_after_forward:
         yield PlanError("plan.reshard_after_forward", True, "under a pipeline FSDP2 keeps parameters gathered for all micro-batches.",
                         "Use reshard_after_forward = false.")
