@@ -101,14 +101,16 @@ def _take(read: Read, name: str, record: Record, base: str | None) -> None:
 
 
 def record_points(name: str, record: Record) -> Iterator[Point]:
-    """Time and reserved memory of a record; time is the median over steps of the slowest rank's."""
+    """Time and reserved memory of a record; time is the median over steps of the slowest rank's. A rank that stood for several alone
+    measured its computation, not the job's step: of it only the memory is taken."""
     assert record.report is not None
     run = record.run
     source = f"{record.provenance} on {record.environment.host}" if record.environment else record.source or record.provenance
     common = {"source": source, "model": run.model.name, "cluster": f"{run.cluster.gpus} x {run.cluster.accelerator.name}", "twin": twin_of(run),
               "setting": f"{source} on {run.cluster.accelerator.name}"}
+    alone = record.provenance == "solo" and run.plan.world_size > 1
     seconds = slowest(record)
-    if seconds:
+    if seconds and not alone:
         yield Point(name, figure="time", measured=statistics.median(seconds), noise=math.hypot(LEAST_NOISE, repeat_noise(seconds)), **common)
     reserved = [role.memory.reserved_bytes for role in record.report.roles if role.memory and role.memory.reserved_bytes]
     if reserved:

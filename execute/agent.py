@@ -22,7 +22,7 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
     try:
-        run(parse_args([*arguments, "-m", "execute.rank", str(folder)]))
+        run(parse_args([*arguments, "-m", "execute.rank", str(folder)]))  # type: ignore[no-untyped-call]
         return 0
     except ChildFailedError as error:
         told["failures"] = [{"rank": rank, "exit_code": failure.exitcode} for rank, failure in error.failures.items()]

@@ -30,7 +30,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 class Nodes(NamedTuple):
     """Where this node stands among those of a job."""
 
-    count: int = 1
+    number: int = 1
     rank: int = 0
     address: str = "127.0.0.1"
     """Of node 0."""
@@ -73,9 +73,9 @@ def launch(job: Job, nproc: int, nodes: Nodes, progress: Callable[[str], None]) 
 def torchrun_arguments(nproc: int, nodes: Nodes) -> list[str]:
     """One node finds a port of its own; several meet at node 0."""
     each = ["--nproc-per-node", str(nproc), "--max-restarts", "0"]
-    if nodes.count == 1:
+    if nodes.number == 1:
         return ["--standalone", "--local-addr", "127.0.0.1", *each]
-    return ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank), "--master-addr", nodes.address, "--master-port", str(nodes.port), *each]
+    return ["--nnodes", str(nodes.number), "--node-rank", str(nodes.rank), "--master-addr", nodes.address, "--master-port", str(nodes.port), *each]
 
 
 def _environment() -> dict[str, str]:

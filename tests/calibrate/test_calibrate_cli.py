@@ -12,7 +12,7 @@ from calibrate.probe.record import Probe, Sample, probe_run
 from costmodel import catalog
 from costmodel.catalog.profiles import load_profile
 from costmodel.records import Environment, Outcome, Record, write_record
-from costmodel.report import RoleReport, StepReport, TimeReport
+from costmodel.report import MemoryReport, Peak, RoleReport, StepReport, TimeReport
 
 HERE = Environment("a CPU", 1, None, "here", "Linux", 2, 1 << 34, {"torch": "2.13.0"})
 CLUSTER = catalog.cluster(gpus=2, gpu="cpu_epyc_2core")
@@ -80,6 +80,17 @@ def test_records_of_steps_are_fitted(tmp_path: Path) -> None:
     before, after = predict(run, scaling=False).step_s, predict(run, str(profile), scaling=False).step_s
     assert before and after
     assert math.log(after / before / 1.3) == pytest.approx(0.0, abs=0.1)
+
+
+def test_the_time_of_a_rank_alone_is_not_taken_for_the_step_of_its_job() -> None:
+    from calibrate.reading import record_points
+    from costmodel import build_run
+    time, memory = TimeReport(1.0, {}, {}, {}, {}), MemoryReport(Peak(2, "", {}), {}, {}, None, reserved_bytes=3)
+    for gpus, figures in ((1, ["time", "reserved"]), (8, ["reserved"])):
+        run = build_run(params="1B", cluster={"gpus": gpus})
+        report = StepReport("solo", (RoleReport("every rank", gpus, 0, memory, time, None),), gpus, run.tokens_per_step)
+        record = Record(run, "solo", report, Outcome(), HERE, "2026-01-01T00:00:00+00:00", step_s={0: (1.0, 1.1)})
+        assert [point.figure for point in record_points("a", record)] == figures
 
 
 def test_show_and_diff_print_tables_and_plots(probed: Path, tmp_path: Path) -> None:
