@@ -9,6 +9,8 @@ from costmodel.solve.trials import worst
 
 SHOWN, HELPS_SHOWN = 6, 3
 """Rows of a list of changes, and of a list of those that are not enough."""
+DEAR = 0.9
+"""Below this share of the tokens a second of a GPU, the best single change is called dear."""
 Flags = Callable[[Suggestion], str]
 
 
@@ -28,6 +30,9 @@ def fit_section(advice: Advice, flags: Flags, page: Page) -> None:
             page.line()
             page.line("On the same GPUs, together these are:", indent="  ")
             _table(advice.together, flags, page)
+        if max(s.per_gpu for s in advice.fit) < DEAR:
+            page.line()
+            page.line("Several changes together may cost less: `costmodel solve --plans` predicts every plan of these GPUs.", "dim", "  ")
     elif advice.together:
         page.line("Together these are:", indent="  ")
         _table(advice.together, flags, page)

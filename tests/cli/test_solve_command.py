@@ -102,3 +102,10 @@ def test_a_run_that_fits_is_told_what_would_be_faster() -> None:
 ])
 def test_bad_input_is_one_message(line: str, message: str) -> None:
     assert message in error(line)
+
+
+def test_a_dear_single_change_points_at_the_plans() -> None:
+    """Llama-3-70B on 64 H100: tensor parallelism alone fits, FSDP with checkpointing is faster; a cheap change needs no such hint."""
+    hint = "`costmodel solve --plans` predicts every plan"
+    assert hint in " ".join(call("solve --model llama-3-70b --gpus 64").stdout.split())
+    assert hint not in " ".join(call("solve --params 1B --gpus 8 --zero 3 --micro-batch 16").stdout.split())
