@@ -7,6 +7,7 @@ from typing import Any
 
 from costmodel.prediction import predict
 from costmodel.records import Outcome
+from costmodel.render.units import duration, size
 from costmodel.report import RoleReport, StepReport
 from costmodel.spec import Run
 from execute.compare import Comparison, compare
@@ -54,15 +55,17 @@ class Checked:
                     yield f"{where}: {s.name}: predicted {s.predicted * 1e3:.2f} ms, took {s.observed * 1e3:.2f} ms ({s.predicted / s.observed - 1:+.1%})"
 
     def lines(self) -> Iterator[str]:
-        """One line for each role and way of performing it."""
+        """The name, and a line for each role and way of performing it; a line is at most 80 wide."""
+        yield self.name
         for side in self.sides:
             c = side.comparison
             peak = c.row("peak")
             states = "equal" if all(r.within for r in c.rows if r.tolerance == 0.0) else "differ"
             sent = "not seen" if not c.collectives else "equal" if not c.missing and not c.surplus else "differ"
-            times = "".join(f"{s.predicted * 1e3:>10.2f} {s.observed * 1e3:>10.2f} {s.predicted / s.observed - 1:>+7.0%}" for s in c.seconds)
-            yield (f"{self.name:<36} {side.role:<16} {c.observed:<7} {states:<7} {peak.predicted:>14,} {peak.observed:>14,} {peak.difference:>+7.2%}  "
-                   f"{sent:<9}{times}").rstrip()
+            yield (f"  {side.role:<16} {c.observed:<7} {states:<6} {size(peak.predicted):>10} {size(peak.observed):>10} {peak.difference:>+7.2%}  "
+                   f"{sent}").rstrip()
+            for s in c.seconds:
+                yield f"  {'':<16} {'':<7} {'time':<6} {duration(s.predicted):>10} {duration(s.observed):>10} {s.predicted / s.observed - 1:>+7.0%}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "run": self.run.model_dump(mode="json"), "outcome": self.outcome.kind, "message": self.outcome.message,
@@ -70,8 +73,8 @@ class Checked:
                 "time_judged": self.time_judged, "outside": list(self.outside())}
 
 
-HEADER = (f"{'case':<36} {'role':<16} {'seen in':<7} {'states':<7} {'peak predicted':>14} {'peak seen':>14} {'':>7}  {'messages':<9}"
-          f"{'ms pred.':>10} {'ms seen':>10}")
+HEADER = (f"{'':<26} {'':<6} {'peak,':>10} {'peak,':>10}\n"
+          f"  {'role':<16} {'seen in':<7} {'states':<6} {'predicted':>10} {'seen':>10} {'off':>7}  messages")
 
 
 def check(case: Case, mode: Mode, profile: str | None, observe: Observe) -> Checked:
