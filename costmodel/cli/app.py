@@ -14,6 +14,7 @@ from costmodel.cli.mesh import mesh
 from costmodel.cli.oom import MessageCommand, oom
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
+from costmodel.cli.screen import json_text, screen
 from costmodel.cli.solve import solve
 from costmodel.cli.trace import trace
 from costmodel.cli.tui import tui
@@ -116,15 +117,14 @@ def document(resolved: "Resolved", profile: "Profile", report: "StepReport", adv
 
 def as_document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> str:
     """The document as JSON."""
-    import json
-    return json.dumps(document(resolved, profile, report, advice), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(document(resolved, profile, report, advice))
 
 
 def as_text(resolved: "Resolved", profile: "Profile", report: "StepReport", given: Given, advice: "Advice | None" = None, to_file: bool = False) -> str:
     """The prediction for people."""
     from costmodel.render.prediction import render
-    from costmodel.render.text import Page, screen_width, wants_colour
-    page = Page(100) if to_file else Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    from costmodel.render.text import Page
+    page = Page(100) if to_file else screen()
     assumed = [(flag_of("params" if field == "model" else field), why) for field, why in resolved.assumed.items()]
     if advice is None:
         return render(resolved.run, assumed, report, profile.name, page)

@@ -1,6 +1,5 @@
 """`costmodel compare`: runs side by side, and why one takes longer than another."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from costmodel.cli.guard import InputError
 from costmodel.cli.options import Given, takes_run
+from costmodel.cli.screen import json_text, screen
 
 if TYPE_CHECKING:
     from costmodel.comparison import Predicted
@@ -43,14 +43,12 @@ def compare(
             found.insert(0, one_gpu(first.run, given.profile))
     comparison = beside(found[0], *found[1:])
     if as_json:
-        import json
         data = {"schema": SCHEMA, "runs": [one.run.model_dump(mode="json") for one in found], "comparison": comparison.to_dict()}
-        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text(data), end="")
         return
     from costmodel.render.comparison import render_comparison
     from costmodel.render.prediction import title
-    from costmodel.render.text import Page, screen_width, wants_colour
-    page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    page = screen()
     print(render_comparison([title(one.run) for one in found], comparison, page), end="")
 
 

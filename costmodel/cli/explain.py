@@ -1,11 +1,11 @@
 """`costmodel explain`: what is replicated, sharded and sent, and what each figure rests on."""
 
-import sys
 from typing import Annotated
 
 import typer
 
 from costmodel.cli.options import Given, takes_run
+from costmodel.cli.screen import json_text, screen
 
 SCHEMA = 1
 
@@ -30,14 +30,12 @@ def explain(
         explanation = explained(resolved.run, report, profile)
         weights = constants(resolved.run, profile)
     if as_json:
-        import json
         from dataclasses import asdict
         data = {"schema": SCHEMA, "run": resolved.run.model_dump(mode="json"), "profile": {"name": profile.name, "guess": profile.guess},
                 "explanation": explanation.to_dict(), "constants": [asdict(w) for w in weights]}
-        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text(data), end="")
         return
     from costmodel.render.explain import render_explanation
     from costmodel.render.prediction import title
-    from costmodel.render.text import Page, screen_width, wants_colour
-    page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    page = screen()
     print(render_explanation(title(resolved.run), explanation, weights, report, page), end="")

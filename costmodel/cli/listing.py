@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from costmodel.cli.guard import InputError
+from costmodel.cli.screen import json_text, screen
 
 SCHEMA = 1
 app = typer.Typer(rich_markup_mode=None, help="List what is known by name.", no_args_is_help=True)
@@ -90,13 +91,12 @@ def _plain(entry: Any) -> dict[str, Any]:
 def _show(kind: str, text: str, entries: Sequence[Any], as_json: bool) -> None:
     import json
 
-    from costmodel.render.text import Page, screen_width, wants_colour
     if text:
         entries = [e for e in entries if text.lower() in json.dumps(_plain(e), ensure_ascii=False).lower()]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "kind": kind, "entries": [_plain(e) for e in entries]}, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text({"schema": SCHEMA, "kind": kind, "entries": [_plain(e) for e in entries]}), end="")
     elif entries:
         from costmodel.render.listing import render_list
-        print(render_list(kind, entries, Page(screen_width(sys.stdout), wants_colour(sys.stdout))), end="")
+        print(render_list(kind, entries, screen()), end="")
     if not entries:
         print(f"no {kind} match; `costmodel list {kind}` shows all", file=sys.stderr)

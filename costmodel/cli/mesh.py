@@ -1,12 +1,12 @@
 """`costmodel mesh`: rank to node and coordinates, every process group, the link each crosses."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from costmodel.cli.guard import InputError
 from costmodel.cli.options import Flag, Given, flag_value, takes_run
+from costmodel.cli.screen import json_text, screen
 
 if TYPE_CHECKING:
     from costmodel.mesh import Groups, Mesh
@@ -49,14 +49,12 @@ def mesh(
     except PlanError as error:
         raise InputError(f"--{error.field} {error.value}: {error.rule} {error.fix.replace('rank = ', '--rank ')}") from None
     if as_json:
-        import json
         data = document(made, axis=axis, rank=one, rows=made.world_size if everything else rows or DEFAULT_LIMIT, whole=everything)
-        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text(data), end="")
         return
     from costmodel.render.mesh import render_mesh
     from costmodel.render.prediction import title
-    from costmodel.render.text import Page, screen_width, wants_colour
-    page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    page = screen()
     print(render_mesh(title(resolved.run), made, page, axis=axis, rank=one, limit=0 if everything else rows, default_limit=DEFAULT_LIMIT,
                       notes=notes(resolved.run)), end="")
 

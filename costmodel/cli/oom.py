@@ -9,6 +9,7 @@ import typer
 
 from costmodel.cli.guard import InputError
 from costmodel.cli.options import Given, SectionedCommand, takes_run
+from costmodel.cli.screen import json_text, screen
 from costmodel.cli.solve import advice_document
 from costmodel.cli.written import flags_behind
 
@@ -52,13 +53,11 @@ def oom(
     with given.naming():
         found = diagnose(run, said, given.profile)
     if as_json:
-        import json
-        print(json.dumps({"schema": SCHEMA, "run": run.model_dump(mode="json"), "diagnosis": document(found)}, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text({"schema": SCHEMA, "run": run.model_dump(mode="json"), "diagnosis": document(found)}), end="")
         return
     from costmodel.render.oom import render_oom
     from costmodel.render.prediction import title
-    from costmodel.render.text import Page, screen_width, wants_colour
-    page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    page = screen()
     print(render_oom(title(run), found, lambda s: flags_behind(given, run, s.changes, s.run), page), end="")
 
 

@@ -7,6 +7,7 @@ import typer
 
 from costmodel.cli.guard import InputError, plain
 from costmodel.cli.options import Flag, Given, also, flag_value, takes_run
+from costmodel.cli.screen import json_text
 
 if TYPE_CHECKING:
     from costmodel.render.schedule import Timetable
@@ -58,8 +59,7 @@ def schedule(
     table = timetable(name, p, v, m, f or 1.0, b or (3.0 if full else 2.0))
     report, notes = (None, []) if run is None else _prediction(given, run)
     if as_json:
-        import json
-        print(json.dumps(document(table, run, report), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text(document(table, run, report)), end="")
     else:
         print(_text(table, run, report, columns, notes), end="")
 

@@ -11,11 +11,11 @@ import typer
 
 from costmodel.cli.guard import DOES_NOT_FIT, InputError
 from costmodel.cli.options import Flag, Given, flag_value, takes_run
+from costmodel.cli.screen import json_text, screen
 from costmodel.cli.written import flags_behind
 
 if TYPE_CHECKING:
     from costmodel.advice import Advice, Suggestion
-    from costmodel.render.text import Page
     from costmodel.report import StepReport
     from costmodel.solve import Choice, Plans, Progress, Solution, Watch
     from costmodel.spec import Run
@@ -110,41 +110,31 @@ def _watching() -> "Iterator[Watch]":
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _page() -> "Page":
-    from costmodel.render.text import Page, screen_width, wants_colour
-    return Page(screen_width(sys.stdout), wants_colour(sys.stdout))
-
-
 def _solution_text(given: Given, run: "Run", solution: "Solution", as_json: bool) -> str:
     if as_json:
-        return _json({"schema": SCHEMA, "run": run.model_dump(mode="json"), "solution": solution_document(solution)})
+        return json_text({"schema": SCHEMA, "run": run.model_dump(mode="json"), "solution": solution_document(solution)})
     from costmodel.prediction import predict
     from costmodel.render.prediction import title
     from costmodel.render.solve import render_solution
     from costmodel.solve.limits import FIELDS
     flags = "" if solution.run is None else flags_behind(given, run, {FIELDS[solution.quantity]: solution.value}, solution.run)
-    return render_solution(title(run), solution, predict(run, given.profile, scaling=False), flags, _page())
+    return render_solution(title(run), solution, predict(run, given.profile, scaling=False), flags, screen())
 
 
 def _plans_text(given: Given, run: "Run", found: "Plans", rows: int, as_json: bool) -> str:
     if as_json:
-        return _json({"schema": SCHEMA, "run": run.model_dump(mode="json"), "plans": plans_document(found, rows)})
+        return json_text({"schema": SCHEMA, "run": run.model_dump(mode="json"), "plans": plans_document(found, rows)})
     from costmodel.render.prediction import title
     from costmodel.render.solve import render_plans
-    return render_plans(title(run), found, rows, _page(), [flags_behind(given, run, c.changes, c.run) for c in found.best[:1]])
+    return render_plans(title(run), found, rows, screen(), [flags_behind(given, run, c.changes, c.run) for c in found.best[:1]])
 
 
 def _advice_text(given: Given, run: "Run", advice: "Advice", as_json: bool) -> str:
     if as_json:
-        return _json({"schema": SCHEMA, "run": run.model_dump(mode="json"), "advice": advice_document(advice)})
+        return json_text({"schema": SCHEMA, "run": run.model_dump(mode="json"), "advice": advice_document(advice)})
     from costmodel.render.advice import render_advice
     from costmodel.render.prediction import title
-    return render_advice(title(run), advice, lambda s: flags_behind(given, run, s.changes, s.run), _page())
-
-
-def _json(data: dict[str, Any]) -> str:
-    import json
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return render_advice(title(run), advice, lambda s: flags_behind(given, run, s.changes, s.run), screen())
 
 
 def solution_document(solution: "Solution") -> dict[str, Any]:

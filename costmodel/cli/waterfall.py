@@ -1,13 +1,13 @@
 """`costmodel waterfall`: where the step's time goes, from the peak of the data sheet to the MFU."""
 
 import re
-import sys
 from typing import Annotated
 
 import typer
 
 from costmodel.cli.guard import InputError, shown
 from costmodel.cli.options import Given, takes_run
+from costmodel.cli.screen import json_text, screen
 
 SCHEMA = 1
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6}
@@ -55,12 +55,10 @@ def waterfall(
         if measured is not None:
             bars = fall(run, report, profile, measured_step(measured, run.tokens_per_step, run.cluster.gpus, bars.ideal_s))
     if as_json:
-        import json
         data = {"schema": SCHEMA, "run": run.model_dump(mode="json"), "profile": {"name": profile.name, "guess": profile.guess}, "waterfall": bars.to_dict()}
-        print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json_text(data), end="")
         return
     from costmodel.render.prediction import title
-    from costmodel.render.text import Page, screen_width, wants_colour
     from costmodel.render.waterfall import render_waterfall
-    page = Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    page = screen()
     print(render_waterfall(title(run), bars, run.cluster.gpus, page, report), end="")
