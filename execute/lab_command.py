@@ -10,6 +10,7 @@ import typer
 
 from costmodel.cli.guard import InputError
 from execute import require_torch_or_refuse
+from execute.commands import check_device, perform_job, say
 from execute.recording import keep, make_record, prepare_place
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def lab(
     Exit code 3, 5 or 6: a run ended badly.
     """
     require_torch_or_refuse()
-    if device not in ("", "cpu", "cuda"):
-        raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
+    check_device(device)
     if steps < 1:
         raise InputError(f"--steps {steps}: must be at least 1. Use --steps 10.")
     if output is not None:
@@ -56,7 +56,7 @@ def lab(
         raise InputError(f"--only {only}: no strategy has this in its name. Use a part of {', '.join(case.name for case in spread)}.")
     entries = []
     for number, case in enumerate(chosen, 1):
-        print(f"lab: {number} of {len(chosen)}: {case.name}", file=sys.stderr, flush=True)
+        say(f"lab: {number} of {len(chosen)}: {case.name}")
         entries.append(_perform(case, device, steps, timeout, output and output / "records"))
         if entries[-1].outcome.kind == "interrupted":
             break
@@ -86,12 +86,8 @@ def _ranks(asked: int | None, devices: int, on_gpu: bool) -> int:
 def _perform(case: "Case", device: str, steps: int, timeout: float, place: Path | None) -> "Entry":
     """Perform a case under torchrun, and keep its record."""
     from costmodel.inputs import Resolved
-    from execute.job import Job
     from execute.lab import entry
-    from execute.launch import Nodes, launch
-    from execute.roles import report_of
-    ended = launch(Job(case.run, steps=steps, device=device, timeout_s=timeout), case.run.plan.world_size, Nodes(), lambda doing: None)
-    report = report_of(case.run, ended.ranks) if ended.outcome.kind == "ok" else None
+    ended, report = perform_job(case.run, device, steps, timeout)
     if place is not None:
         record = make_record(Resolved(case.run, {}), "run", ended.outcome, report, {rank: r.step_s for rank, r in ended.ranks.items()}, "execute lab")
         keep(record, place)

@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from costmodel.cli.guard import InputError
 from costmodel.cli.options import Given, takes_run
 from execute import require_torch_or_refuse
+from execute.commands import check_device, say
 from execute.recording import keep, make_record, prepare_place
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def run(
     from execute.launch import Nodes, launch
     count = _ranks_here(resolved.run.plan.world_size, nproc, nnodes, node_rank)
     with _naming(given):
-        ended = launch(job, count, Nodes(nnodes, node_rank, master_addr, master_port), lambda doing: _say(f"run: {doing}"))
+        ended = launch(job, count, Nodes(nnodes, node_rank, master_addr, master_port), lambda doing: say(f"run: {doing}"))
     if ended.outcome.kind == "ok" and node_rank > 0:
-        _say("done; node 0 has the report")
+        say("done; node 0 has the report")
         return
     _finish(resolved, ended.outcome, ended.ranks, command, record, as_json)
 
@@ -98,8 +99,7 @@ def _naming(given: Given) -> Iterator[None]:
 
 
 def _check(device: str, warmup: int, steps: int, timeout: float, trace: Path | None, data: Path | None) -> None:
-    if device not in ("", "cpu", "cuda"):
-        raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
+    check_device(device)
     for name, value in (("--warmup", warmup), ("--steps", steps)):
         if value < 1:
             raise InputError(f"{name} {value}: must be at least 1. Use {name} 1.")
@@ -133,7 +133,7 @@ def _as_a_rank(job: "Job", resolved: "Resolved", command: str, record: Path | No
     if world != resolved.run.plan.world_size:
         raise InputError(f"torchrun started {world} ranks, and the run has {resolved.run.plan.world_size} (--gpus). Use --gpus {world}.")
     with tempfile.TemporaryDirectory() as folder:
-        result = perform(job, lambda doing: _say(f"run: {doing}") if rank == 0 else None, Path(folder))
+        result = perform(job, lambda doing: say(f"run: {doing}") if rank == 0 else None, Path(folder))
     if result.refused is not None:
         raise PlanError(*result.refused)
     try:
@@ -157,9 +157,9 @@ def _finish(resolved: "Resolved", outcome: "Outcome", ranks: "dict[int, RankResu
         print(as_text(report))
         print(f"job: {report.tokens_per_s:,.0f} tokens/s; loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last of {len(losses)}")
     if place is not None:
-        _say(f"wrote {_kept(record, place, outcome)}")
+        say(f"wrote {_kept(record, place, outcome)}")
     if outcome.kind != "ok":
-        _say(f"{outcome.kind}: {outcome.message}")
+        say(f"{outcome.kind}: {outcome.message}")
         raise typer.Exit(outcome.exit_code)
 
 
@@ -168,9 +168,5 @@ def _kept(record: "Record", place: Path, outcome: "Outcome") -> Path:
     try:
         return keep(record, place)
     except InputError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         raise typer.Exit(outcome.exit_code or UNEXPECTED) from None
-
-
-def _say(words: Any) -> None:
-    print(words, file=sys.stderr, flush=True)

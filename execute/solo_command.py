@@ -1,7 +1,6 @@
 """`execute solo RUN`: one rank of a run on one real device."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 from costmodel.cli.guard import InputError, debugging
 from costmodel.cli.options import Given, takes_run
 from execute import require_torch_or_refuse
+from execute.commands import check_device, say
 from execute.recording import keep, make_record, outcome_of, prepare_place
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ def solo(
     from costmodel.spec import PlanError
     from execute.device import this_device
     from execute.solo import solo as perform
-    if device not in ("", "cpu", "cuda"):
-        raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
+    check_device(device)
     source, done, outcome = f"execute solo --rank {rank} --warmup {warmup} --steps {steps}", None, None
     try:
         with given.naming():
-            done = perform(resolved.run, this_device(device), rank, warmup=warmup, steps=steps, trace=trace, progress=lambda words: _say(f"solo: {words}"))
+            done = perform(resolved.run, this_device(device), rank, warmup=warmup, steps=steps, trace=trace, progress=lambda words: say(f"solo: {words}"))
     except (InputError, PlanError):
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -83,7 +82,7 @@ def _finish(resolved: "Resolved", rank: int, done: "Solo | None", outcome: Any, 
     outcome = outcome or Outcome()
     record = make_record(resolved, "solo", outcome, done.report if done else None, {rank: done.step_s} if done else {}, source)
     if place is not None:
-        _say(f"wrote {keep(record, place)}")
+        say(f"wrote {keep(record, place)}")
     comparison = None
     if done is not None and against:
         from costmodel.prediction import predict
@@ -94,11 +93,7 @@ def _finish(resolved: "Resolved", rank: int, done: "Solo | None", outcome: Any, 
     elif done is not None:
         print(comparison.text() if comparison else as_text(done.report, done.step_s))
     if outcome.kind != "ok":
-        _say(f"{outcome.kind}: {outcome.message}")
+        say(f"{outcome.kind}: {outcome.message}")
         raise typer.Exit(outcome.exit_code)
     if comparison is not None and not comparison.within_tolerance:
         raise typer.Exit(OUTSIDE_TOLERANCE)
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)

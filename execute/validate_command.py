@@ -1,7 +1,6 @@
 """`execute validate [RUN ...]`: hold predictions against what is performed."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -9,6 +8,7 @@ import typer
 
 from costmodel.cli.guard import InputError
 from execute import require_torch_or_refuse
+from execute.commands import check_device, perform_job, say
 from execute.recording import keep, make_record, outcome_of, prepare_place
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def validate(
     require_torch_or_refuse()
     if mode not in ("dryrun", "solo", "run"):
         raise InputError(f"--mode {mode}: it is dryrun, solo or run. Use --mode run.")
-    if device not in ("", "cpu", "cuda"):
-        raise InputError(f"--device {device}: it is cpu or cuda. Leave it out for the GPU where there is one.")
+    check_device(device)
     if record is not None:
         prepare_place(record)
     cases = [case for case in _cases(runs or [], cast("Mode", mode), gpu, device) if only in case.name]
@@ -59,7 +58,7 @@ def validate(
     observe = _observer(mode, device, steps, timeout, record)
     checked = []
     for number, case in enumerate(cases, 1):
-        _say(f"validate: {number} of {len(cases)}: {case.name}")
+        say(f"validate: {number} of {len(cases)}: {case.name}")
         checked.append(check(case, cast("Mode", mode), profile, observe))
         if checked[-1].outcome.kind == "interrupted":
             break
@@ -93,20 +92,16 @@ def _observer(mode: str, device: str, steps: int, timeout: float, record: Path |
         if record is not None:
             from costmodel.inputs import Resolved
             made = make_record(Resolved(run, {}), cast("Any", mode), outcome, report, step_s, f"execute validate --mode {mode}")
-            _say(f"wrote {keep(made, record)}")
+            say(f"wrote {keep(made, record)}")
         if outcome.kind != "ok":
-            _say(f"{outcome.kind}: {outcome.message}")
+            say(f"{outcome.kind}: {outcome.message}")
         return outcome, roles
     return observe
 
 
 def _launched(run: "Run", device: str, steps: int, timeout: float) -> Any:
-    from execute.job import Job
-    from execute.launch import Nodes, launch
-    from execute.roles import report_of
-    ended = launch(Job(run, steps=steps, device=device, timeout_s=timeout), run.plan.world_size, Nodes(), lambda doing: None)
+    ended, report = perform_job(run, device, steps, timeout)
     roles = {rank: r.role for rank, r in ended.ranks.items() if r.role is not None}
-    report = report_of(run, ended.ranks) if ended.outcome.kind == "ok" else None
     return ended.outcome, roles, {rank: r.step_s for rank, r in ended.ranks.items()}, report
 
 
@@ -148,7 +143,3 @@ def _exit(checked: "list[Checked]") -> None:
             raise typer.Exit(one.outcome.exit_code)
     if any(True for one in checked for _ in one.outside()):
         raise typer.Exit(OUTSIDE_TOLERANCE)
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
