@@ -34,7 +34,7 @@ from benchmarks.accuracy.score import load_records
 from benchmarks.kernels import kernel_evidence
 from calibrate.crossvalidation import By, Held, by_source, coverage, error_of, hold_out
 from calibrate.evidence import Evidence, Point
-from calibrate.fit import Fit, Model, Parameter, candidates, fit_model
+from calibrate.fit import Fit, Model, candidates, fit_model
 from calibrate.profiles import determined_constants, inline, profile_text, rounded, time_scatter
 from calibrate.report import SPLITS, percent, whole_scatter
 from costmodel.catalog.profiles import DATA, Constant, file_constants
@@ -165,12 +165,6 @@ def scatter_of(found: Fit, held: Mapping[By, Held]) -> dict[str, float]:
         if place in stated:
             out |= {point.source: stated[place] for point in item.points if point.figure == "time"}
     return out
-
-
-def priors_text(parameters: Iterable[Parameter]) -> str:
-    """The file of priors, from the base of every constant that may change."""
-    constants = [(key, p.base) for p in parameters for key in p.keys]
-    return profile_text("priors", constants, ("Constants before the fit of benchmarks/profiles.py, set by hand from the sources named.",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,10 +11,10 @@ from typing import Literal
 
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
-from costmodel.program.build import build
 from costmodel.program.ir import Block, Op, Part, Seq, expand
 from costmodel.program.schedule import BACKWARD, Slot, micro_class, rank_order
-from costmodel.program.stages import PipelineRank, build_pipeline
+from costmodel.program.stages import PipelineRank
+from costmodel.repricing import program_of
 from costmodel.simulate import BLOCKING, CHUNK, COMPUTE_KINDS, ISSUE, SIDE, WAIT, Clocks, Compiled, Scan, run_block, step_time
 from costmodel.spec import PlanError, Run
 from costmodel.timing import finished, tail_of
@@ -96,7 +96,7 @@ def timeline(run: Run, profile: Profile | str | None = None, *, role: int = 0) -
     constants = profile if isinstance(profile, Profile) else load_profile(run, profile)
     prices = RunPrices(run, constants)
     scan = Scan(prices)
-    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    program = program_of(run)
     if not 0 <= role < len(program.roles):
         raise PlanError("role", role, f"the run has {len(program.roles)} rank roles.", f"Use 0 to {len(program.roles) - 1}.")
     name = program.roles[role].role

@@ -59,7 +59,7 @@ class ComputeCosts:
         """Device seconds of one operation of a rank's program; 0 for host work, waits and collectives."""
         kind = op.kind
         if kind in ("memory", "side"):
-            return self.memory_fixed_s * op.kernels + op.nbytes / self.memory_bytes_per_s
+            return self.memory_s(op)
         if kind == "matmul":
             return self.matmul_s(op)
         if kind == "attention":
@@ -67,6 +67,10 @@ class ComputeCosts:
         if kind == "copy":
             return self.copy_fixed_s + op.nbytes / self.copy_bytes_per_s
         return 0.0
+
+    def memory_s(self, op: Op) -> float:
+        """Seconds of a memory-bound operation: a fixed time for each kernel, and its bytes at the sustained bandwidth."""
+        return self.memory_fixed_s * op.kernels + op.nbytes / self.memory_bytes_per_s
 
     def matmul_s(self, op: Op) -> float:
         """Seconds of a (batched) matrix multiplication C[m, n] = A[m, k] B[k, n].

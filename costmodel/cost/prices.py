@@ -72,7 +72,7 @@ class RunPrices:
 
     def device_s(self, op: Op) -> float:
         if op.kind == "memory":
-            return self.slower * (self.compute.memory_fixed_s * op.kernels + op.nbytes / self.compute.memory_bytes_per_s)
+            return self.slower * self.compute.memory_s(op)
         known = self._device.get(id(op))
         if known is None:
             known = self._device[id(op)] = (op, self.compute.op_s(op) * (1.0 if op.kind == "copy" else self.slower))

@@ -11,10 +11,9 @@ from runs import examples, runs
 from costmodel import Run, predict
 from costmodel.catalog.profiles import load_profile
 from costmodel.cost.prices import RunPrices
-from costmodel.program.build import build
 from costmodel.program.ir import block_counts
-from costmodel.program.stages import build_pipeline
 from costmodel.report import report_from_dict
+from costmodel.repricing import program_of
 from costmodel.simulate import SIDE, Scan
 
 
@@ -58,7 +57,7 @@ def test_no_more_is_waited_for_than_the_streams_of_communication_do(run: Run) ->
     several collectives contains the gaps between them. Megatron's parameter gathers that outlive the step are left out (test_known.py)."""
     if run.plan.framework == "megatron" and run.plan.overlap_param_gather:
         return
-    program = build_pipeline(run) if run.plan.pp > 1 else build(run)
+    program = program_of(run)
     steps = [rank.parts for rank in program.pipeline] if run.plan.pp > 1 else [role.step for role in program.roles]
     scan = Scan(RunPrices(run, load_profile(run)))
     for role, step in zip(predict(run, scaling=False).roles, steps, strict=True):
