@@ -124,7 +124,7 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
     if p.pp == 1:
         return
     if p.schedule not in ("naive", "gpipe", "1f1b", "interleaved"):
-        yield PlanError("plan.schedule", p.schedule, "execute does not perform this schedule yet.", "Use naive, gpipe, 1f1b or interleaved.")
+        yield from _split(run)
     if p.schedule == "1f1b" and r.grad_accum < p.pp:
         yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
                         f"Use grad_accum = {p.pp}, or schedule = gpipe.")
@@ -145,3 +145,15 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "the last stage of a pipeline gives logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "execute does not split Muon over stages.", "Use adamw.")
+
+
+def _split(run: Run) -> Iterator[PlanError]:
+    """What a backward in two passes does not go with, or not here."""
+    p = run.plan
+    if p.zero == 0 and p.dp > 1:
+        yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
+                        "Use 1f1b or interleaved, or zero = 3.")
+    for on, field, value in ((p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.tp > 1, "plan.tp", p.tp),
+                             (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
+        if on:
+            yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

@@ -42,7 +42,9 @@ class Plan(Spec):
     """Logits stay split by vocabulary over tp."""
     pp: PositiveInt = 1
     schedule: Schedule = "1f1b"
+    """Order of forwards and backwards on the pipeline's ranks. zb-h1, interleaved-zb, zbv and dualpipev split backward into gradients of inputs and of weights."""
     virtual_stages: PositiveInt = 1
+    """Stages a rank holds; left out, zbv and dualpipev have 2."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage, in order of the model; empty divides evenly."""
     cp: PositiveInt = 1
@@ -62,7 +64,8 @@ class Plan(Spec):
     """Reduce gradients after every micro-batch; False accumulates locally and reduces after the last (no_sync). Left out, it is
     what the framework does: True for ZeRO-2 and ZeRO-3 / FSDP, else False."""
     reshard_after_forward: bool = True
-    """FSDP frees gathered parameters after forward and gathers them again in backward."""
+    """FSDP frees gathered parameters after forward and gathers them again in backward. Left out, it is what the framework does: False under a
+    pipeline in PyTorch, else True."""
     forward_prefetch: int = Field(0, ge=0)
     """FSDP layers gathered ahead explicitly in forward, beyond the implicit one."""
     backward_prefetch: bool = True
@@ -81,9 +84,11 @@ class Plan(Spec):
     """Seconds of compute lost per second of hidden communication; None: the profile's."""
 
     @classmethod
-    def of_framework(cls, framework: str, zero: int) -> dict[str, Any]:
+    def of_framework(cls, framework: str, zero: int, pp: int) -> dict[str, Any]:
         """Fields whose value, left out, is not the default here but what the framework does."""
         found: dict[str, Any] = {"sync_each_micro_batch": zero in (2, 3)}
+        if framework == "pytorch" and zero == 3 and pp > 1:
+            found["reshard_after_forward"] = False
         if framework == "deepspeed" and zero:
             found |= {"bucket_bytes": 2 * 500_000_000, "overlap_grad_reduce": zero == 3}
         return found
