@@ -152,8 +152,8 @@ def _alone(run: Run, constants: Profile, scan: Scan) -> Scan:
 def single_gpu(run: Run) -> Run:
     """The same run on one GPU, none slower: every degree 1, nothing sharded, the same micro-batch and accumulation."""
     cluster = run.cluster.model_copy(update={"gpus": 1, "levels": (), "slow_rank": 1.0})
-    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "single_process": False, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
-                                         "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
+    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
+                                         "single_process": False, "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
     recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
     return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})
 

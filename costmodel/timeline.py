@@ -11,8 +11,9 @@ from typing import Literal
 
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
+from costmodel.program.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from costmodel.program.ir import Block, Op, Part, Seq, expand
-from costmodel.program.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Slot, end_index, micro_class, rank_order
+from costmodel.program.schedule import Slot, end_index, micro_class, rank_order
 from costmodel.program.stages import PipelineRank
 from costmodel.repricing import program_of
 from costmodel.simulate import BLOCKING, CHUNK, COMPUTE_KINDS, ISSUE, SIDE, WAIT, Clocks, Compiled, Scan, run_block, step_time

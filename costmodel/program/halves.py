@@ -10,7 +10,7 @@ Source: torch/distributed/pipelining/_backward.py, stage_backward_input and stag
 from typing import NamedTuple
 
 from costmodel.program.ir import Op, Tensor
-from costmodel.program.tape import Back, GradReady, Gradient, Node, Tape, Value, meet, param_uses
+from costmodel.program.tape import Back, Gradient, GradReady, Node, Tape, Value, meet, param_uses
 
 
 class Halves(NamedTuple):
@@ -30,7 +30,8 @@ def halves(tape: Tape, output: Value, entry: Value | None, *, free_entry: bool, 
     inputs = _inputs(tape, output, owned, kept)
     last = max((i for i, node in enumerate(tape.nodes) if _weights(node)), default=-1)
     weights, left = _gradients_of_weights(tape, kept, {v for node in tape.nodes for v in node.saved if not v.outside or (free_entry and v is entry)})
-    above, rest = [], []
+    above: list[Tensor] = []
+    rest: list[Tensor] = []
     for value, index in left.items():
         (above if index > last else rest).append(Tensor(value.name, "activations", value.own_bytes))
     for index, node in enumerate(tape.nodes):

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from costmodel.program.actions import FORWARD, INPUT, WEIGHT
 from costmodel.program.build import Builder, Program, refuse, strategy_of
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import Block, Comm, Op, Part, RankProgram, Seq, Tensor, seq
 from costmodel.program.layers import batch_tensors, constant_tensors, numbers_of
 from costmodel.program.parallel.base import HEAD, LAYER
 from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, local, stages_of
-from costmodel.program.schedule import FORWARD, INPUT, WEIGHT, Slot, rank_of, rank_order, slot_counts, slot_pattern
+from costmodel.program.schedule import Slot, rank_of, rank_order, slot_counts, slot_pattern
 from costmodel.program.split import input_slot, weight_slot
 from costmodel.program.zerobubble import SPLIT, left_over
 from costmodel.spec import DTYPE_BYTES, Run
@@ -59,7 +60,7 @@ def build_pipeline(run: Run) -> Program:
         by_stage[stage.number] = kinds[key]
     assert like is not None
     ranks, roles = [], []
-    around: dict[tuple[int | str, ...], tuple[Seq, Seq, Seq, Seq]] = {}
+    around: dict[tuple[object, ...], tuple[Seq, Seq, Seq, Seq]] = {}
     same: dict[tuple[tuple[int, int], ...], Seq] = {}
     """Sequences by the identity of their parts, so that equal ones are one object and are read once."""
 

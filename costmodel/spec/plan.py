@@ -42,7 +42,8 @@ class Plan(Spec):
     """Logits stay split by vocabulary over tp."""
     pp: PositiveInt = 1
     schedule: Schedule = "1f1b"
-    """Order of forwards and backwards on the pipeline's ranks. zb-h1, interleaved-zb, zbv and dualpipev split backward into gradients of inputs and of weights."""
+    """Order of forwards and backwards on the pipeline's ranks; zb-h1, interleaved-zb, zbv and dualpipev split backward into gradients of inputs and
+    of weights."""
     virtual_stages: PositiveInt = 1
     """Stages a rank holds; left out, zbv and dualpipev have 2."""
     stage_layers: tuple[int, ...] = ()

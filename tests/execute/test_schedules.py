@@ -7,7 +7,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from small_runs import LLAMA, small_run
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -18,6 +22,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from costmodel.program.schedule import rank_order
+from costmodel.spec import PlanError
+from execute import compat
 from execute.dryrun import observe
 from execute.strategies.pipeline import ScheduleNaive, Stage
 
@@ -117,3 +123,32 @@ def test_the_dry_run_performs_the_schedule(schedule: str, p: int, v: int, rank: 
     run = small_run({**LLAMA, "layers": 4}, "ddp", p, pp=p, schedule=schedule, virtual_stages=v, recipe={"grad_accum": 4, "seq_len": 32})
     observe(run, rank)
     assert done == 2 * [tuple(a) for a in rank_order(schedule, p, v, 4, rank)]
+
+
+def test_ddp_sees_no_gradient_of_a_split_backward() -> None:
+    """Why such a pipeline is refused: torch.autograd.grad, of which both passes are made, runs no hook of a parameter, and nothing says so."""
+    sent: list[int] = []
+
+    def reduced(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent.append(bucket.buffer().numel())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with compat.fake_world(2, 0):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        model.register_comm_hook(None, reduced)
+        x = torch.randn(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        assert sent == [20]
+        model.zero_grad()
+        with model.no_sync():
+            y = model(x)
+        model.reducer.prepare_for_backward([y])  # as backward_maybe_with_nosync does for the last micro-batch
+        _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+        assert all(p.grad is not None for p in model.parameters())
+        assert sent == [20]
+    run = small_run({**LLAMA, "layers": 4}, "ddp", 4, pp=2, schedule="zb-h1", recipe={"grad_accum": 4, "seq_len": 32})
+    with pytest.raises(PlanError, match="would not reduce them"):
+        observe(run, 0)

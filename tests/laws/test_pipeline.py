@@ -82,7 +82,8 @@ def test_a_predicted_zero_bubble_step_idles_less_than_1f1b() -> None:
     model = {"layers": 16, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 128, "gated": False, "tied_embeddings": False}
     idle = {}
     for schedule in ("1f1b", "zb-h1", "zbv"):
-        run = build_run(model=model, cluster={"gpus": 4}, plan={"pp": 4, "schedule": schedule}, recipe={"grad_accum": 16, "precision": "bf16-pure", "seq_len": 2048})
+        run = build_run(model=model, cluster={"gpus": 4}, plan={"pp": 4, "schedule": schedule},
+                        recipe={"grad_accum": 16, "precision": "bf16-pure", "seq_len": 2048})
         times = [role.time for role in predict(run, scaling=False).roles if role.time]
         idle[schedule] = max(t.bubble_s or 0.0 for t in times)
     assert idle["zb-h1"] < 0.55 * idle["1f1b"]

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from costmodel.program.schedule import FORWARD, SPLIT, WEIGHT, bubble, grid
+from costmodel.program.actions import FORWARD, WEIGHT
+from costmodel.program.schedule import bubble, grid
+from costmodel.program.zerobubble import SPLIT
 from costmodel.render.units import share
 from costmodel.spec import Run
 from tui.lines import Line, dim, fitted, line
