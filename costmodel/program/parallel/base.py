@@ -50,7 +50,12 @@ class Strategy:
 
     def roles(self) -> list[tuple[str, int, int]]:
         """(role, ranks, example rank) of the ranks that differ."""
-        return [("every rank", self.run.cluster.gpus, 0)]
+        return [("every rank", self.run.cluster.gpus, self.first_rank)]
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank that runs this program: the last one of a cp group."""
+        return (self.plan.cp - 1) * self.plan.tp
 
     def persistent(self, role: str) -> list[Tensor]:
         """State that exists before the first step."""
