@@ -181,6 +181,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
         notes.append(f"Vocabulary {m.vocab} is not a multiple of 64: the output matrix runs on slow kernels; pad it to {-(-m.vocab // 64) * 64}.")
     if p.zero in (1, 2) and p.framework == "pytorch" and p.dp == 1:
         notes.append(f"ZeRO-{p.zero} over one rank shards nothing.")
+    if p.cp > 1 and r.causal and p.cp_kind != "ulysses" and not p.cp_balance:
+        notes.append(f"Of the {p.cp} ranks that share a sequence the last has {(2 * p.cp - 1) / p.cp:.3g} times the mean of causal attention, and the others "
+                     "wait for it: cp_balance = true gives each the same.")
     if p.zero == 3 and p.framework == "pytorch" and r.grad_accum > 1 and not p.sync_each_micro_batch:
         notes.append("Accumulating under FSDP without reducing keeps whole gradients in the reduce dtype on every rank.")
     if resolved_attention(run) == "math" and r.attention == "sdpa" and run.cluster.accelerator.kernel_table == "cuda":

@@ -2,7 +2,8 @@
 
 Sources: ring attention passes c-1 parts of keys and values (Liu et al., arXiv 2310.01889, section 3); Ulysses exchanges q, k, v and the output in
 four all-to-alls (Jacobs et al., arXiv 2309.14509, section 3.1), each rank's whole buffer; a contiguous split of a causal sequence leaves the last
-rank (2c-1)/c of the mean work (zhuzilin/ring-flash-attention, issue 2).
+rank (2c-1)/c of the mean work (zhuzilin/ring-flash-attention, issue 2). The longest sequences of Arctic Long Sequence Training: arXiv 2506.13996 and
+snowflakedb/ArcticTraining, projects/sequence-parallelism.
 """
 
 from typing import Any
@@ -120,3 +121,14 @@ def test_what_has_no_such_form_is_refused(field: str, given: dict[str, Any]) -> 
     with pytest.raises(PlanError) as refused:
         shared(given.pop("cp"), given.pop("cp_kind", "ring"), recipe=recipe, **given)
     assert refused.value.field == field
+
+
+def test_1_1_million_tokens_of_llama_8b_fill_eight_h100s_under_ulysses() -> None:
+    """run-h100-sp8-llama-8b-no-mlp-no-act-offload.yml: the longest that runs on 8 x 80 GB, with full checkpointing and a fused loss, without tiled
+    feed-forward blocks or offloaded activations; Adam's states and master weights lie in host memory, so they are taken off what is predicted."""
+    report = step("llama-3.1-8b", 8, "h100", {"framework": "deepspeed", "zero": 3, "cp": 8, "cp_kind": "ulysses", "checkpointing": "full"},
+                  seq_len=1_100_000, loss="fused", precision="bf16-mixed", allocator="expandable", optimizer="adam")
+    found = memory(report)
+    assert found.device_bytes is not None and found.capacity_bytes is not None
+    on_device = found.device_bytes - found.states["optimizer"] - found.states["master_weights"]
+    assert 0.85 < on_device / found.capacity_bytes <= 1.0
