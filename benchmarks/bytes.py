@@ -132,7 +132,7 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + tensor_cases() + pipeline_cases()
+    return found + tensor_cases() + context_cases() + pipeline_cases()
 
 
 def tensor_cases() -> list[Case]:
@@ -161,6 +161,34 @@ def tensor_cases() -> list[Case]:
         case("fsdp 6 x tp 4 sp gpt uneven", SPLIT_GPT, 24, "fsdp", tp=4, **both),
         case("hsdp 2 x 4 x tp 2 sp loss", LLAMA, 16, "hsdp", tp=2, dp_shard=4, **both),
         case("llama-3-8b fsdp 8 x tp 8 sp loss", "llama-3-8b", 64, "fsdp", {"seq_len": 8192}, tp=8, checkpointing="full", **both),
+    ]
+
+
+def context_cases() -> list[Case]:
+    """Shared sequences: ring, all-gather and Ulysses, with DDP, FSDP and HSDP; the peak at the head, and (DEEP) in attention."""
+    pure, fp32, cpu = {"precision": "bf16-pure"}, {"precision": "fp32"}, "cpu_epyc_2core"
+    deep, many = {**DEEP, "ffn": 512}, {**DEEP, "kv_heads": 8}
+    kinds = ("ring", "allgather", "ulysses")
+    found = [case(f"ddp 2 x cp 2 {kind}", LLAMA, 4, "ddp", pure, cp=2, cp_kind=kind) for kind in kinds]
+    found += [case(f"fsdp 2 x cp 4 {kind} deep", deep if kind != "ulysses" else {**many, "ffn": 512}, 8, "fsdp", cp=4, cp_kind=kind) for kind in kinds]
+    found += [case(f"cp 2 {kind} deep cpu fp32", deep, 2, "ddp", fp32, cp=2, cp_kind=kind, gpu=cpu) for kind in kinds]
+    return found + [
+        case("cp 8 ring deep full ckpt", {**deep, "kv_heads": 8}, 8, "fsdp", {"seq_len": 2048}, cp=8, checkpointing="full"),
+        case("cp 2 allgather llama", LLAMA, 2, "fsdp", cp=2, cp_kind="allgather"),
+        case("ddp 2 x cp 2 ring autocast", deep, 4, "ddp", cp=2),
+        case("ddp 2 x cp 2 ring gpt views", DEEP_GPT, 4, "ddp", {**pure, "grad_accum": 2}, cp=2, gradient_as_bucket_view=True),
+        case("zero1 x cp 2 ulysses gpt dropout", DEEP_GPT, 4, "zero1", {**pure, "dropout": 0.1}, cp=2, cp_kind="ulysses"),
+        case("zero2 x cp 2 ring", deep, 4, "zero2", cp=2),
+        case("fsdp 2 x cp 2 ring unbalanced", deep, 4, "fsdp", cp=2, cp_balance=False),
+        case("fsdp 2 x cp 2 ring not causal", deep, 4, "fsdp", {"causal": False}, cp=2),
+        case("fsdp 2 x cp 2 allgather attention ckpt", deep, 4, "fsdp", cp=2, cp_kind="allgather", checkpointing="selective"),
+        case("fsdp 2 x cp 2 ulysses eager", DEEP_GPT, 4, "fsdp", {"attention": "eager", "dropout": 0.1}, cp=2, cp_kind="ulysses"),
+        case("fsdp 2 x cp 2 x tp 2 sp ring", deep, 8, "fsdp", cp=2, tp=2, sequence_parallel=True),
+        case("hsdp 2 x 2 x cp 2 ring accumulate", LLAMA, 8, "hsdp", {"grad_accum": 2}, cp=2, dp_shard=2),
+        case("pp 2 x ddp 2 x cp 2 ring last", EIGHT, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=2, cp=2),
+        case("pp 2 x fsdp 2 x cp 2 ulysses first", EIGHT, 8, "fsdp", {"grad_accum": 4}, stage=0, pp=2, cp=2, cp_kind="ulysses", reshard_after_forward=False),
+        case("llama-3-8b fsdp 2 x cp 8 ring 128k", "llama-3-8b", 16, "fsdp", {"seq_len": 131072, "loss": "chunked"}, cp=8, checkpointing="full"),
+        case("llama-3-8b cp 8 ulysses 256k", "llama-3-8b", 8, "fsdp", {"seq_len": 262144, "loss": "fused"}, cp=8, cp_kind="ulysses", checkpointing="full"),
     ]
 
 
@@ -211,7 +239,7 @@ def judge(one: Case) -> tuple[Any, float]:
     run = build_run(**one.given)
     predicted = predict(run)
     start = time.perf_counter()
-    rank = predicted.fullest.example_rank if one.stage is None else one.stage * run.plan.world_size // run.plan.pp
+    rank = (predicted.fullest if one.stage is None else predicted.roles[one.stage]).example_rank
     observed = dry_run(run, rank)
     return compare(predicted, observed), time.perf_counter() - start
 

@@ -145,7 +145,7 @@ def mesh_of(run: Run) -> Mesh:
     found = [_groups(run, axis, degrees[axis], strides[axis], world // degrees[axis]) for axis in reversed(AXIS_ORDER)]
     if p.cp > 1:
         # the groups that the collectives of sharded and of replicated state use: cost.prices spans cp the same way
-        axis = "dp_shard" if p.dp_shard > 1 else "dp_replicate"
+        axis = "dp_shard" if p.zero else "dp_replicate"
         size = axis_groups(run)[axis].size
         if size > p.cp:
             found.append(_groups(run, STATE_AXIS if axis == "dp_shard" else GRADIENT_AXIS, size, strides["cp"], world // size))

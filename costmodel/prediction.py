@@ -96,7 +96,8 @@ def _memory(run: Run, profile: Profile, m: reading.MemoryReading) -> MemoryRepor
 def _nccl_bytes(run: Run, profile: Profile) -> int:
     """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next."""
     p = run.plan
-    sizes = [n for n in (p.dp_shard * p.cp, p.dp_replicate, p.tp, p.pp) if n > 1]
+    data = (p.state_shards, p.dp_replicate) if p.zero else (p.dp * p.cp,)
+    sizes = [n for n in (*data, p.cp, p.tp, p.pp) if n > 1]
     if not sizes:
         return 0
     first = "nccl_multi_node_bytes" if run.cluster.nodes > 1 else "nccl_pair_bytes" if run.cluster.gpus == 2 else "nccl_node_bytes"
@@ -185,6 +186,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
         notes.append(f"Vocabulary {m.vocab} is not a multiple of 64: the output matrix runs on slow kernels; pad it to {-(-m.vocab // 64) * 64}.")
     if p.zero in (1, 2) and p.framework == "pytorch" and p.dp == 1:
         notes.append(f"ZeRO-{p.zero} over one rank shards nothing.")
+    if p.cp > 1 and r.causal and p.cp_kind != "ulysses" and not p.cp_balance:
+        notes.append(f"Of the {p.cp} ranks that share a sequence the last has {(2 * p.cp - 1) / p.cp:.3g} times the mean of causal attention, and the others "
+                     "wait for it: cp_balance = true gives each the same.")
     if p.zero == 3 and p.framework == "pytorch" and r.grad_accum > 1 and not p.sync_each_micro_batch:
         notes.append("Accumulating under FSDP without reducing keeps whole gradients in the reduce dtype on every rank.")
     if resolved_attention(run) == "math" and r.attention == "sdpa" and run.cluster.accelerator.kernel_table == "cuda":
@@ -204,7 +208,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
     """Fields set to something else than their default that change nothing in this run."""
     m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
     plain = {name: field.default for name, field in Plan.model_fields.items()}
-    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if degree == 1]
+    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep)) if degree == 1]
     fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
     chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
     return fields + [field for field, unread in (

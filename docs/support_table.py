@@ -97,7 +97,11 @@ ROWS = (
     Row("pp", "PyTorch, ZBV", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "zbv"}, dry=(), alone=(), gpus=4, recipe=PIPED),
     Row("pp", "PyTorch, DualPipeV", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "dualpipev"}, dry=(), alone=(), gpus=4,
         recipe={"grad_accum": 8, **PURE}),
-    Row("cp", "ring, Ulysses", {"strategy": "fsdp", "cp": 2}),
+    Row("cp", "plain PyTorch, ring", {"strategy": "fsdp", "cp": 2}, gpus=2),
+    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, gpus=2),
+    Row("cp", "plain PyTorch, Ulysses", {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, gpus=2),
+    Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
+    Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
     Row("ep", "all", {"strategy": "fsdp", "ep": 8}, model="mixtral-8x7b"),
     Row("muon-distributed", "nanochat", {"framework": "nanochat", "zero": 2}, recipe={"optimizer": "muon"}),
 )
@@ -170,7 +174,8 @@ def gpu_records() -> tuple[Record, ...]:
 def way(run: Run) -> tuple[Any, ...]:
     """What makes two plans the same way to spread a step."""
     p = run.plan
-    return p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel, p.schedule if p.pp > 1 else None
+    spread = p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel
+    return *spread, p.schedule if p.pp > 1 else None, p.cp_kind if p.cp > 1 else None
 
 
 def oracles_of(row: Row) -> tuple[tuple[str, ...], ...]:

@@ -45,9 +45,9 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.framework", p.framework, "execute performs the PyTorch dialect only.", "Use framework = pytorch.")
     yield from _tensor(run)
     yield from _pipeline(run)
-    for field in ("cp", "ep"):
-        if getattr(p, field) > 1:
-            yield PlanError(f"plan.{field}", getattr(p, field), "execute does not perform this axis yet.", f"Use {field} = 1.")
+    yield from _context(run)
+    if p.ep > 1:
+        yield PlanError("plan.ep", p.ep, "execute does not perform this axis yet.", "Use ep = 1.")
     if p.single_process:
         yield PlanError("plan.single_process", True, "execute does not perform DataParallel.", "Use ddp.")
     if p.offload != "none" or p.activation_offload:
@@ -107,7 +107,7 @@ def _tensor(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.qk_norm", "full", "a norm over all heads would span the tp ranks.", "Use tp = 1, or qk_norm = per_head.")
     if m.norm_placement == "post":
         yield PlanError("plan.tp", p.tp, "execute does not parallelise post-norm layers yet.", "Use tp = 1.")
-    if p.zero in (1, 2) or p.zero == 0 and p.dp > 1:
+    if p.zero in (1, 2) or p.zero == 0 and p.dp * p.cp > 1:
         yield PlanError("plan.tp", p.tp, "PyTorch's DDP and ZeRO do not know DTensors: tensor parallelism goes with FSDP or HSDP.", "Use zero = 3.")
     if r.precision.autocast:
         yield PlanError("recipe.precision", r.precision.name, "execute does not run torch.autocast under DTensor.",
@@ -116,6 +116,28 @@ def _tensor(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "this loss is not written for split logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and tensor parallelism splits them.", "Use adamw.")
+
+
+def _context(run: Run) -> Iterator[PlanError]:
+    """What a shared sequence cannot do, or is not combined with here."""
+    p, r = run.plan, run.recipe
+    if p.cp == 1:
+        return
+    if r.compile:
+        yield PlanError("recipe.compile", True, "execute does not compile under context parallelism.", "Use compile = false.")
+    if p.checkpointing.mode == "selective" and p.checkpointing.ops == ("op",):
+        yield PlanError("plan.checkpointing", "selective:op", "execute does not keep single operations of a shared sequence's attention.",
+                        "Use full, selective or none.")
+    if run.model.attention_pattern != "global":
+        yield PlanError("model.attention_pattern", run.model.attention_pattern, "execute shares sequences under global attention alone.", "Use global.")
+    if p.cp_kind == "ulysses":
+        return
+    if r.dropout:
+        yield PlanError("recipe.dropout", r.dropout, f"execute has no dropout in {p.cp_kind} attention.", "Use dropout = 0, or cp_kind = ulysses.")
+    on_gpu = run.cluster.accelerator.kernel_table == "cuda"
+    if r.attention not in ("sdpa", "fa2") or on_gpu and r.precision.compute not in ("bf16", "fp16"):
+        yield PlanError("recipe.attention", r.attention, f"{p.cp_kind} attention is performed with flash kernels, of 16-bit tensors on GPUs.",
+                        "Use attention = sdpa and a bf16 precision, or cp_kind = ulysses.")
 
 
 def _pipeline(run: Run) -> Iterator[PlanError]:
@@ -153,7 +175,7 @@ def _split(run: Run) -> Iterator[PlanError]:
     if p.zero == 0 and p.dp > 1:
         yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
                         "Use 1f1b or interleaved, or zero = 3.")
-    for on, field, value in ((p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.tp > 1, "plan.tp", p.tp),
+    for on, field, value in ((p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.tp > 1, "plan.tp", p.tp), (p.cp > 1, "plan.cp", p.cp),
                              (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
         if on:
             yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

@@ -140,8 +140,9 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
              "more stages than layers; it idles (p-1)/m of the work time with m micro-batches on p stages (1F1B)", True,
              "Narayanan et al. 2021 (arXiv 2104.04473)"),
     Strategy("cp", "the sequence", "activations; with fsdp, state as well",
-             "keys and values to every rank (ring or all-gather), or all-to-all of heads (Ulysses), in every attention forward and backward",
-             "sequences that 2·cp does not divide (ring); heads that cp does not divide (Ulysses)", False,
+             "keys and values to every rank, cp-1 times forward and backward, and their gradients back (ring, or all-gather and reduce-scatter), or "
+             "four all-to-alls of heads against tokens, forward and backward (Ulysses); in every layer and micro-batch",
+             "sequences that 2·cp does not divide (causal ring and all-gather); heads that tp·cp does not divide (Ulysses)", True,
              "Liu et al. 2023 (arXiv 2310.01889); Jacobs et al. 2023 (arXiv 2309.14509)"),
     Strategy("ep", "the experts", "expert parameters and their states",
              "all-to-all of tokens to their experts and back in every MoE layer, in forward and in backward", "dense models", False,

@@ -15,7 +15,7 @@ AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 def axis_groups(run: Run) -> dict[str, Group]:
     """The process group of every axis: its size, and the stride of its ranks in the rank order.
 
-    State shards over dp_shard x cp, so that axis spans both.
+    State shards over dp_shard x cp, so that axis spans both; where nothing is sharded, dp_replicate does, whose ranks average gradients.
     """
     p = run.plan
     sizes = {"tp": p.tp, "cp": p.cp, "dp_shard": p.dp_shard, "dp_replicate": p.dp_replicate, "pp": p.pp}
@@ -24,7 +24,7 @@ def axis_groups(run: Run) -> dict[str, Group]:
     for axis in AXIS_ORDER:
         if axis == "dp_shard":
             groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
-        elif axis == "dp_replicate" and p.dp_shard == 1 and p.cp > 1:
+        elif axis == "dp_replicate" and p.zero == 0 and p.cp > 1:
             groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
         else:
             groups[axis] = group_of(run.cluster, sizes[axis], stride)
@@ -40,6 +40,7 @@ class RunPrices:
     def __init__(self, run: Run, profile: Profile, slower: float = 1.0) -> None:
         self.slower = slower
         """Of a rank whose kernels take longer than the others'."""
+        self.synchronous = run.cluster.accelerator.kernel_table == "cpu"
         self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)

@@ -8,8 +8,18 @@ from typing import Any
 from costmodel.program.halves import Halves
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
-from costmodel.program.layers import Numbers, Unit, constant_tensors, embedding_unit, head_unit, layer_unit, numbers_of
+from costmodel.program.layers import (
+    Numbers,
+    Unit,
+    constant_tensors,
+    embedding_unit,
+    head_unit,
+    layer_unit,
+    numbers_of,
+    resolved_attention,
+)
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy
+from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.dataparallel import DataParallel
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
@@ -68,7 +78,7 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
         return Zero1(run, numbers, inventory)
     if p.single_process and p.dp > 1:
         return DataParallel(run, numbers, inventory)
-    return DDP(run, numbers, inventory) if p.dp > 1 else Strategy(run, numbers, inventory)
+    return DDP(run, numbers, inventory) if p.dp * p.cp > 1 else Strategy(run, numbers, inventory)
 
 
 def refusals(run: Run) -> Iterator[PlanError]:
@@ -92,7 +102,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
-            (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
             (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
@@ -111,6 +120,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     yield from TensorParallel.refusals(run)
+    yield from ContextParallel.refusals(run, resolved_attention(run))
     yield from pipeline_refusals(run)
 
 
@@ -488,7 +498,7 @@ def single_builder(run: Run, like: Program) -> Builder:
     """A builder for one GPU that spreads nothing, with the same model, recipe and kernels as `like`; it uses the recorded units and
     their ops again where both run the same local shapes."""
     spread = like.builder.run.plan
-    same = spread.tp == run.plan.tp and like.inventory.layers == run.model.layers and not spread.single_process
+    same = spread.tp == run.plan.tp and spread.cp == run.plan.cp and like.inventory.layers == run.model.layers and not spread.single_process
     inventory = like.inventory if same else inventory_of(run)
     return Builder(run, like.numbers, Strategy(run, like.numbers, inventory), inventory, like.builder if same else None)
 

@@ -99,6 +99,8 @@ class Node(NamedTuple):
     comm: Comm | None
     inner: "Inner | None" = None
     """Ops of its own that are checkpointed: they run in forward without saving, and again before their backward."""
+    event: str = ""
+    """collective: what it signals when done, without being waited for; wait: what is waited for."""
 
 
 class Inner(NamedTuple):
@@ -137,7 +139,8 @@ class Tape:
 
     def record(self, name: str, kind: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], *, saved: tuple[Value, ...] = (),
                extra: tuple[Tensor, ...] = (), backs: tuple[Back, ...] = (), flops: float = 0.0, nbytes: float = 0.0,
-               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None) -> None:
+               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None,
+               event: str = "") -> None:
         index = len(self.nodes)
         for v in inputs:
             v.last_use = index
@@ -146,7 +149,7 @@ class Tape:
             v.last_use = max(v.last_use, index)
         for v in saved:
             v.saves += 1
-        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm))
+        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
 
     def record_checkpointed(self, name: str, inputs: tuple[Value, ...], output: Value, inner: Inner) -> None:
         """A stretch that keeps only its inputs (torch.utils.checkpoint, non-reentrant)."""
@@ -203,7 +206,7 @@ class Tape:
                 allocs.append(temp)
                 frees.append(temp)
             ops.append(Op(node.name, node.kind, node.flops, node.nbytes, node.dims, node.dtype, node.kernels,  # type: ignore[arg-type]
-                          tuple(allocs), tuple(frees), node.comm))
+                          tuple(allocs), tuple(frees), node.comm, node.event))
         return ops
 
     @staticmethod

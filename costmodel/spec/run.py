@@ -41,6 +41,17 @@ class Run(Spec):
         return self.recipe.grad_accum
 
     @property
+    def balances_context(self) -> bool:
+        """Whether a cp rank's part of the sequence is a piece of its head and the mirror of that in its tail."""
+        p = self.plan
+        return p.cp > 1 and p.cp_balance and self.recipe.causal and p.cp_kind != "ulysses"
+
+    @property
+    def sequence_pieces(self) -> int:
+        """Equal pieces into which context parallelism cuts a sequence."""
+        return self.plan.cp * (2 if self.balances_context else 1)
+
+    @property
     def tokens_per_step(self) -> int:
         return self.recipe.global_batch * self.recipe.seq_len
 
@@ -126,7 +137,7 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
 
 def _context(run: Run) -> Iterator[PlanError]:
     m, p, s = run.model, run.plan, run.recipe.seq_len
-    pieces = 2 * p.cp if p.cp > 1 and run.recipe.causal and p.cp_kind == "ring" else p.cp
+    pieces = run.sequence_pieces
     if s % pieces:
         yield PlanError("recipe.seq_len", s, f"cp = {p.cp} cuts the sequence into {pieces} equal pieces.", f"Use seq_len = {_multiple(s, pieces)}.")
     if p.cp > 1 and p.cp_kind == "ulysses" and (m.heads % (p.tp * p.cp) or m.kv_heads % (p.tp * p.cp)):

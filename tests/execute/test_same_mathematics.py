@@ -40,6 +40,9 @@ TWO = {
                                                                      "reshard_after_forward": False}, (2,)),
     "gpt, fsdp, checkpointed": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), GPT),
     "gpt, zero1, unclipped": Case({"strategy": "zero1"}, (2,), GPT, 0.0),
+    "cp ring": Case({"strategy": "fsdp", "cp": 2}, (2,)), "cp all-gather": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, (1,)),
+    "cp ulysses": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, (1,)),
+    "gpt, cp ring, unbalanced, checkpointed": Case({"strategy": "zero1", "cp": 2, "cp_balance": False, "checkpointing": "full"}, (1,), GPT),
     "tp": Case({"strategy": "ddp", "tp": 2}), "tp, sequence and loss parallel": Case(
         {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True}, (2,)),
     "pp naive": Case({"strategy": "ddp", "pp": 2, "schedule": "naive"}, (2,)), "pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (1, 4)),
@@ -54,6 +57,8 @@ FOUR = {
     "zero2 of 4": Case({"strategy": "zero2", "bucket_bytes": 8192}, (2,)), "fsdp of 4": Case({"strategy": "fsdp"}, (2,)),
     "hsdp 2 x 2": Case({"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2}), "fsdp 2 x tp 2": Case(
         {"strategy": "fsdp", "tp": 2, "sequence_parallel": True}, (2,)),
+    "cp 4 ring": Case({"strategy": "ddp", "cp": 4}, (1,)), "fsdp 2 x cp 2 ring": Case({"strategy": "fsdp", "cp": 2}, (1,)),
+    "pp 2 x cp 2 ulysses": Case({"strategy": "ddp", "pp": 2, "cp": 2, "cp_kind": "ulysses"}, (2,)),
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
     "pp 2 x tp 2": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}, (2,)),

@@ -50,7 +50,12 @@ class Strategy:
 
     def roles(self) -> list[tuple[str, int, int]]:
         """(role, ranks, example rank) of the ranks that differ."""
-        return [("every rank", self.run.cluster.gpus, 0)]
+        return [("every rank", self.run.cluster.gpus, self.first_rank)]
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank that runs this program: the last one of a cp group."""
+        return (self.plan.cp - 1) * self.plan.tp
 
     def persistent(self, role: str) -> list[Tensor]:
         """State that exists before the first step."""
@@ -246,7 +251,7 @@ class Strategy:
 
 
 def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, event: str = "", name: str = "",
-               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False) -> Op:
+               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False, inline: bool = False) -> Op:
     """A collective in the field's message convention, with what goes in and comes out on one rank."""
     if kind == "all-gather":
         inside, outside = message // group, message
@@ -254,7 +259,7 @@ def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, ev
         inside, outside = message, message // group
     else:
         inside = outside = message
-    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached,
+    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached, inline=inline,
               comm=Comm(axis, kind, message, inside, outside, dtype, group))
 
 
