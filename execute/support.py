@@ -49,7 +49,7 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.ep > 1:
         yield PlanError("plan.ep", p.ep, "execute does not perform this axis yet.", "Use ep = 1.")
     if p.single_process:
-        yield PlanError("plan.single_process", True, "execute does not perform DataParallel.", "Use ddp.")
+        yield PlanError("plan.single_process", True, "DataParallel runs on GPUs of one process alone, and execute has a process per device.", "Use ddp.")
     if p.offload != "none" or p.activation_offload:
         yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
