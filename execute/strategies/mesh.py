@@ -17,6 +17,14 @@ def mesh_of(run: Run, device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(getattr(p, name) for name in names), mesh_dim_names=names)
 
 
+def expert_mesh_of(run: Run, device: str) -> DeviceMesh:
+    """The data-parallel ranks once more, with ep, the innermost, apart from the ranks that have the same experts."""
+    p = run.plan
+    degrees = {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
+    degrees = {**degrees, "edp": p.expert_replicas, "ep": p.ep}
+    return init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
 def groups_of(mesh: DeviceMesh) -> dict[str, Any]:
     """The process group of this rank along each axis."""
     return {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
