@@ -48,8 +48,13 @@ class Experts(nn.Module):
     def first(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group) * self.here
 
-    def forward(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
-        """x [n, hidden]; `token` [n k]: the token of each routed row, sorted by expert; `counts` [all]: rows of each expert. The results of the rows."""
+    def forward(self, x: Tensor, token: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """x [n, hidden]; `token` [n k]: the token of each routed row, sorted by expert; `counts` [all]: rows of each expert; `weights` [n k, 1]. The
+        results of the rows, times their weights."""
+        return self.results(x, token, counts) * weights
+
+    def results(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
+        """What the experts make of the rows, wherever they are."""
         rows = Rows.apply(x.to(self.compute), token)
         if self.group is None:
             return self.block(rows, counts)
@@ -89,11 +94,11 @@ class Experts(nn.Module):
 
 
 def route(logits: Tensor, top_k: int, score: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [n, experts] in fp32, and of the k largest their share [n, k] and their number [n, k]."""
+    """Scores [n, experts] in fp32, and of the k largest their share [n, k] (one alone: its score, or it would have no gradient) and their number."""
     scores = logits.float()
     scores = scores.softmax(-1) if score == "softmax" else scores.sigmoid()
     top, chosen = scores.topk(top_k, -1)
-    return scores, top / top.sum(-1, keepdim=True), chosen
+    return scores, top / top.sum(-1, keepdim=True) if top_k > 1 else top, chosen
 
 
 def mixture(x: Tensor, router: nn.Linear, experts: Experts, top_k: int, score: str, aux_loss: float) -> Tensor:
@@ -109,9 +114,7 @@ def mixture(x: Tensor, router: nn.Linear, experts: Experts, top_k: int, score: s
         share = AuxiliaryLoss.apply(share, aux_loss * balance(scores, counts))
     weights = share.flatten()[order].unsqueeze(-1).to(experts.compute)
     del scores, share, order
-    out = experts(flat, token, counts)
-    y = torch.zeros(flat.shape, dtype=out.dtype, device=out.device).index_add_(0, token, out * weights)
-    return y.view(x.shape)
+    return Summed.apply(experts(flat, token, counts, weights), token, len(flat)).view(x.shape)
 
 
 def balance(scores: Tensor, counts: Tensor) -> Tensor:
@@ -147,6 +150,20 @@ class Rows(torch.autograd.Function):
         index, = ctx.saved_tensors
         grad = grads[0]
         return grad.new_zeros(ctx.rows, grad.shape[1]).index_add_(0, index, grad), None
+
+
+class Summed(torch.autograd.Function):
+    """[n, hidden]: row i of x added to row index[i] of zeros; index_add would keep x, of which backward needs nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return x.new_zeros(n, x.shape[1]).index_add_(0, index, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        index, = ctx.saved_tensors
+        return grads[0].index_select(0, index), None, None
 
 
 class Unsorted(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 Written as execute/experts.py runs it (PyTorch), and as Megatron's token dispatcher and grouped MLP do. n tokens, k experts a token, E experts:
 
-    router     logits [n, E] = x W^T; softmax or sigmoid in fp32, kept; the k largest, their sum made 1
+    router     logits [n, E] = x W^T; softmax or sigmoid in fp32, kept; the k largest, their sum made 1 (of k = 1 the score)
     dispatch   rows [n k, h]: every token once for each of its experts, sorted by expert; with ep an all-to-all, and sorted again
     experts    act(rows W_gate) * (rows W_up), then W_down: one grouped product per matrix over the experts of this rank
     combine    with ep the way back; times the router's weights, summed over the k rows of a token
@@ -37,8 +37,7 @@ def mixture(w: "Walk", x: Value) -> Value:
         y = _summed(w, _megatron_rows(w, ep, x, n * moe.top_k), n)
     else:
         weights = _sorted_share(w, share)
-        out = _expert_rows(w, ep, x, n * moe.top_k)
-        y = _combine(w, out, weights, n)
+        y = _summed(w, _weighted_rows(w, ep, x, weights, n * moe.top_k), n)
     if moe.shared_ffn:
         y = w.add(y, w.feed_forward(x, "shared", moe.shared_ffn // w.tp.t, False), "shared.sum")
     return y
@@ -56,9 +55,11 @@ def _route(w: "Walk", x: Value, n: int, experts: int, k: int) -> Value:
     chosen = Tensor("router.chosen", "activations", n * k * INDEX)
     tape.record("router.top_k", "memory", (scores,), (top,), extra=(chosen,), nbytes=float(scores.nbytes + top.nbytes + chosen.nbytes),
                 backs=(Back("grad", "memory", 0, nbytes=float(scores.nbytes + 3 * top.nbytes), kernels=2),))
-    share = tape.value("router.share", n * k, "fp32")
-    tape.record("router.normalise", "memory", (top,), (share,), saved=(top,), extra=(Tensor("router.sum", "activations", n * 4),),
-                nbytes=5.0 * top.nbytes, kernels=2, backs=(Back("grad", "memory", 0, nbytes=8.0 * top.nbytes, kernels=6),))
+    share = top
+    if k > 1:
+        share = tape.value("router.share", n * k, "fp32")
+        tape.record("router.normalise", "memory", (top,), (share,), saved=(top,), extra=(Tensor("router.sum", "activations", n * 4),),
+                    nbytes=5.0 * top.nbytes, kernels=2, backs=(Back("grad", "memory", 0, nbytes=8.0 * top.nbytes, kernels=6),))
     order = tuple(Tensor(name, "activations", n * k * INDEX) for name in ("router.order", "router.token"))
     tape.record("router.sort", "memory", (), (), extra=order, nbytes=8.0 * chosen.nbytes, kernels=7, temp_bytes=n * k * INDEX)
     return share
@@ -72,8 +73,8 @@ def _sorted_share(w: "Walk", share: Value) -> Value:
     return w.cast(y, w.n.act)
 
 
-def _expert_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
-    """From tokens to the results of their experts, [n k, h], sorted by expert."""
+def _weighted_rows(w: "Walk", ep: ExpertParallel, x: Value, weights: Value, routed: int) -> Value:
+    """From tokens to the results of their experts times the router's weights, [n k, h], sorted by expert."""
     h, tape = w.run.model.hidden, w.tape
     received = ep.received(routed)
     if ep.hooks:
@@ -91,6 +92,7 @@ def _expert_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
         if ep.experts > 1:
             out = _scattered(w, out, "experts.unsorted", received)
         out = _exchanged(w, ep, out, "experts.combined", received * h, routed * h)
+    out = _weighted(w, out, weights)
     if ep.hooks:
         tape.mark(LEAVE)
     return out
@@ -162,20 +164,20 @@ def _grouped(w: "Walk", ep: ExpertParallel, x: Value, name: str, rows: int, out:
     return y
 
 
-def _combine(w: "Walk", out: Value, weights: Value, n: int) -> Value:
-    """Every row times its weight, summed over the rows of a token."""
+def _weighted(w: "Walk", out: Value, weights: Value) -> Value:
+    """Every row times its weight."""
     tape, b = w.tape, out.nbytes
     weighted = tape.value("experts.weighted", out.numel, out.dtype)
     tape.record("experts.weighted", "memory", (out, weights), (weighted,), saved=(out, weights), nbytes=2.0 * b, dtype=out.dtype,
                 backs=(Back("grad", "memory", 0, nbytes=2.0 * b, dtype=out.dtype),
                        Back("grad_weights", "memory", 1, nbytes=4.0 * b, dtype=out.dtype, kernels=2, temp_bytes=b)))
-    return _summed(w, weighted, n)
+    return weighted
 
 
 def _summed(w: "Walk", rows: Value, n: int) -> Value:
-    """The rows of each token, added up."""
+    """The rows of each token, added up. It keeps the tokens' index, which is there already: a recompute goes on until here."""
     y, b = w.tape.value("experts.sum", n * w.run.model.hidden, rows.dtype), rows.nbytes
-    w.tape.record("experts.sum", "memory", (rows,), (y,), nbytes=float(y.nbytes + 3 * b), dtype=rows.dtype, kernels=2,
+    w.tape.record("experts.sum", "memory", (rows,), (y,), extra=(Tensor("experts.sum.index", "activations", 0),), nbytes=float(y.nbytes + 3 * b), dtype=rows.dtype, kernels=2,
                   backs=(Back("grad", "memory", 0, nbytes=2.0 * b, dtype=rows.dtype),))
     return y
 

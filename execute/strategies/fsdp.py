@@ -22,7 +22,7 @@ from execute.dtypes import DTYPES
 from execute.experts import Experts
 from execute.optim import Several, make_optimizer
 from execute.strategies import Prepared, Region, no_region
-from execute.strategies.mesh import expert_mesh_of, groups_of, mesh_of
+from execute.strategies.mesh import expert_group_of, expert_mesh_of, groups_of, mesh_of
 
 
 def shard(run: Run, model: nn.Module, device: str = "cpu", mesh: DeviceMesh | None = None) -> None:
@@ -70,8 +70,9 @@ def shard_experts(run: Run, model: nn.Module, device: str, policy: MixedPrecisio
     """fully_shard the experts of each layer over the ranks that have the same ones: by experts, or where those do not divide by the rows of each."""
     p, mesh = run.plan, expert_mesh_of(run, device)
     over = mesh["dp_replicate", "edp"] if p.dp_replicate > 1 else mesh["edp"]
+    group = expert_group_of(run, mesh)
     for experts in _experts(model):
-        experts.group = mesh.get_group("ep")
+        experts.group = group
         by_rows = (lambda parameter: Shard(1)) if experts.here % p.expert_replicas else None
         fully_shard(experts, mesh=over, mp_policy=policy, reshard_after_forward=p.reshard_after_forward, shard_placement_fn=by_rows)
 
