@@ -50,6 +50,7 @@ class RunPrices:
     def __init__(self, run: Run, profile: Profile, slower: float = 1.0) -> None:
         self.slower = slower
         """Of a rank whose kernels take longer than the others'."""
+        self.synchronous = run.cluster.accelerator.kernel_table == "cpu"
         self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)

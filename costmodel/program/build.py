@@ -105,7 +105,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (r.optimizer.name == "muon", "recipe.optimizer", "muon", "Muon", "Use adamw."),
             (p.framework == "pytorch" and r.precision.master is not None, "recipe.precision.master", r.precision.master,
              "a master copy in the PyTorch dialect", "Use parameter = fp32, or framework = megatron."),
-            (r.cuda_graphs and r.compile is False, "recipe.cuda_graphs", True, "CUDA graphs of eager code", "Use compile = true with it.")):
+            (r.cuda_graphs and r.compile is False and not (m.moe and p.framework == "megatron"), "recipe.cuda_graphs", True, "CUDA graphs of eager code",
+             "Use compile = true with it.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     yield from expert_refusals(run)

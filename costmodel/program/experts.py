@@ -177,7 +177,8 @@ def _weighted(w: "Walk", out: Value, weights: Value) -> Value:
 def _summed(w: "Walk", rows: Value, n: int) -> Value:
     """The rows of each token, added up. It keeps the tokens' index, which is there already: a recompute goes on until here."""
     y, b = w.tape.value("experts.sum", n * w.run.model.hidden, rows.dtype), rows.nbytes
-    w.tape.record("experts.sum", "memory", (rows,), (y,), extra=(Tensor("experts.sum.index", "activations", 0),), nbytes=float(y.nbytes + 3 * b), dtype=rows.dtype, kernels=2,
+    index = (Tensor("experts.sum.index", "activations", 0),)
+    w.tape.record("experts.sum", "memory", (rows,), (y,), extra=index, nbytes=float(y.nbytes + 3 * b), dtype=rows.dtype, kernels=2,
                   backs=(Back("grad", "memory", 0, nbytes=2.0 * b, dtype=rows.dtype),))
     return y
 

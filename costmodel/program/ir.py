@@ -70,6 +70,8 @@ class Op(NamedTuple):
     """Runs a second time, to compute an activation again."""
     detached: bool = False
     """collective, side: does not wait for the compute stream, for its input was there long before."""
+    inline: bool = False
+    """collective: the call returns when it is done, where host and device are one (gloo); on a GPU its stream alone is held up."""
 
     def taking(self, tensors: tuple[Tensor, ...]) -> "Op":
         """This op allocating more (much faster than _replace)."""

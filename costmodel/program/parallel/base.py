@@ -233,7 +233,7 @@ class Strategy:
 
 
 def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, event: str = "", name: str = "",
-               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False) -> Op:
+               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False, inline: bool = False) -> Op:
     """A collective in the field's message convention, with what goes in and comes out on one rank."""
     if kind == "all-gather":
         inside, outside = message // group, message
@@ -241,7 +241,7 @@ def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, ev
         inside, outside = message, message // group
     else:
         inside = outside = message
-    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached,
+    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached, inline=inline,
               comm=Comm(axis, kind, message, inside, outside, dtype, group))
 
 

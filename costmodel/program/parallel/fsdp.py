@@ -4,7 +4,8 @@ State is split by dim 0 of every parameter, padded to a multiple of the group. A
 (all-gather in the compute dtype), freed after forward (`reshard_after_forward`) and gathered again in backward, where the next
 layer's gather is prefetched; its gradients are reduce-scattered in the reduce dtype after its backward. The root stays gathered
 from forward to the end of backward. Sends 3Ψ elements per micro-batch (2Ψ without resharding); HSDP adds an all-reduce of every
-gradient shard over dp_replicate. Source: torch/distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py), 2.13.
+gradient shard over dp_replicate. All its collectives are called without async_op: on a GPU they
+hold up their own stream, under gloo the whole rank. Source: torch/distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py), 2.13.
 """
 
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ class FSDP(Strategy):
         ops.append(Op(f"fsdp.copy_in({group})", "side", nbytes=moved, dtype=self.low, kernels=2 if self.casts else 1,
                       allocs=(*cast, self._buffer(group)), axis=axis, detached=True))
         ops.append(collective(axis, "all-gather", n, self._bytes(group, self.low), self.low, event=event,
-                              name=f"all_gather({group})", frees=cast, detached=True))
+                              name=f"all_gather({group})", frees=cast, detached=True, inline=True))
         return ops
 
     def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
@@ -270,13 +271,14 @@ class FSDP(Strategy):
         if n > 1:
             done = "" if replicate > 1 else "reduce"
             ops.append(collective(axis, "reduce-scatter", n, self._bytes(group, p.reduce), p.reduce, event=done or "scattered",
-                                  name=f"reduce_scatter({group})", allocs=(rs_out,)))
+                                  name=f"reduce_scatter({group})", allocs=(rs_out,), inline=True))
         else:
             ops.append(Op(f"fsdp.reduce_copy({group})", "memory", nbytes=2.0 * rs_out.nbytes, dtype=p.reduce, allocs=(rs_out,)))
         if replicate > 1:
             if n > 1:
                 ops.append(Op("fsdp.hold(scattered)", "hold", kernels=0, event="scattered", axis="dp_replicate"))
-            ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})"))
+            ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})",
+                                  inline=True))
         holds = replicate > 1 and not (fresh and same) and not self.pipelined
         tail = 0.0 if same and fresh else 2.0 * shard.nbytes + (shard.nbytes if not fresh else 0)
         ops.append(Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
