@@ -180,6 +180,10 @@ class Strategy:
         """Under a pipeline, what waits until the last micro-batch is done: ops, and how often they repeat."""
         return []
 
+    def at_mark(self, mark: str, phase: str, index: int, micro: str, *, again: bool) -> list[Op]:
+        """What happens inside a layer, where it marked a place; in backward `again` says that the layer was computed again before it."""
+        return []
+
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """The gradient of a parameter is there: what the op that made it allocates, and what runs next.
 
