@@ -2,7 +2,7 @@
 
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
-from costmodel.cost.prices import RunPrices
+from costmodel.cost.prices import RunPrices, priced_bytes
 from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, block_counts
 from costmodel.program.layers import resolved_attention
@@ -14,6 +14,8 @@ from costmodel.spec import Plan, Recipe, Run
 from costmodel.spec.cluster import NETWORKS
 from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
+MEASURED_PEERS = 7
+"""Of the all-to-all whose buffers `memory.nccl_all_to_all_bytes` is (8 GPUs of a node): NCCL keeps buffers for each peer."""
 RISKY_SHARE = 0.90
 """Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
 
@@ -94,14 +96,16 @@ def _memory(run: Run, profile: Profile, m: reading.MemoryReading) -> MemoryRepor
 
 
 def _nccl_bytes(run: Run, profile: Profile) -> int:
-    """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next."""
+    """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next; an all-to-all's, by its peers in the node."""
     p = run.plan
     data = (p.state_shards, p.dp_replicate) if p.zero else (p.dp * p.cp,)
-    sizes = [n for n in (*data, p.cp, p.tp, p.pp) if n > 1]
+    sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.ep > 1 else 1) if n > 1]
     if not sizes:
         return 0
+    peers = min(p.ep, run.cluster.gpus_in_node) - 1
+    exchange = peers / MEASURED_PEERS * profile.get("memory.nccl_all_to_all_bytes", 0.0)
     first = "nccl_multi_node_bytes" if run.cluster.nodes > 1 else "nccl_pair_bytes" if run.cluster.gpus == 2 else "nccl_node_bytes"
-    return int(profile.value(f"memory.{first}") + (len(sizes) - 1) * profile.value("memory.nccl_next_bytes"))
+    return int(profile.value(f"memory.{first}") + (len(sizes) - 1) * profile.value("memory.nccl_next_bytes") + exchange)
 
 
 def _verdict(needed: int, held: int, capacity: int) -> Verdict:
@@ -124,7 +128,7 @@ def _collectives(counts: BlockCounts, prices: RunPrices, scan: Scan) -> tuple[Co
             found[key] = found.get(key, 0) + times
     out: list[Collective] = []
     for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():
-        seconds = prices.seconds_of(axis, kind, message, group)
+        seconds = prices.seconds_of(axis, kind, priced_bytes(kind, message, outside), group)
         out.append(Collective(phase, axis, kind, group, count, inside, outside, message, dtype, count * seconds))
     return tuple(out)
 
@@ -217,7 +221,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
         ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
-        ("recipe.moe_imbalance", r.moe_imbalance > 1 and not m.moe),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and p.ep == 1),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 

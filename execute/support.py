@@ -12,7 +12,8 @@ Mode = Literal["dryrun", "solo", "run"]
 
 def check_supported(run: Run, mode: Mode = "dryrun") -> None:
     """Raise PlanError for the first feature of the run that `execute` does not perform in a mode."""
-    for error in chain(_refusals(run), _fake(run) if mode == "dryrun" else _real(run), _watched(run) if mode == "run" else ()):
+    of_mode = {"dryrun": (_fake,), "solo": (_real, _alone), "run": (_real, _watched)}[mode]
+    for error in chain(_refusals(run), *(rule(run) for rule in of_mode)):
         raise error
 
 
@@ -46,15 +47,14 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     yield from _tensor(run)
     yield from _pipeline(run)
     yield from _context(run)
-    if p.ep > 1:
-        yield PlanError("plan.ep", p.ep, "execute does not perform this axis yet.", "Use ep = 1.")
+    yield from _experts(run)
     if p.single_process:
         yield PlanError("plan.single_process", True, "DataParallel runs on GPUs of one process alone, and execute has a process per device.", "Use ddp.")
     if p.offload != "none" or p.activation_offload:
         yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
         yield PlanError("plan.checkpointing", p.checkpointing.ops, "selective checkpointing knows attention and op.", "Use selective.")
-    for field, value, off in (("moe", m.moe is not None, False), ("mla", m.mla is not None, False), ("mtp_depth", m.mtp_depth, 0),
+    for field, value, off in (("mla", m.mla is not None, False), ("mtp_depth", m.mtp_depth, 0),
                               ("hybrid", m.hybrid, ""), ("attention_sinks", m.attention_sinks, False), ("extra_params", m.extra_params, 0),
                               ("embedding_dim", m.embedding_dim, m.hidden)):
         if value != off:
@@ -93,6 +93,13 @@ def _watched(run: Run) -> Iterator[PlanError]:
     if run.recipe.compile:
         yield PlanError("recipe.compile", True, "execute run watches what a step does, and sees nothing inside compiled layers.",
                         "Use compile = false, or execute solo on a GPU.")
+
+
+def _alone(run: Run) -> Iterator[PlanError]:
+    """What needs the other ranks' values."""
+    if run.plan.ep > 1:
+        yield PlanError("plan.ep", run.plan.ep, "one rank alone does not know how many rows the others would send to its experts.",
+                        "Use ep = 1, or execute run.")
 
 
 def _tensor(run: Run) -> Iterator[PlanError]:
@@ -140,6 +147,38 @@ def _context(run: Run) -> Iterator[PlanError]:
                         "Use attention = sdpa and a bf16 precision, or cp_kind = ulysses.")
 
 
+def _experts(run: Run) -> Iterator[PlanError]:
+    """What a mixture of experts is not performed with."""
+    m, p, r = run.model, run.plan, run.recipe
+    if m.moe is None:
+        return
+    if m.moe.first_dense_layers:
+        yield PlanError("model.moe.first_dense_layers", m.moe.first_dense_layers, "execute builds equal layers only.", "Use first_dense_layers = 0.")
+    if m.moe.expert_bias:
+        yield PlanError("model.moe.expert_bias", True, "a grouped matrix product has no bias.", "Use expert_bias = false.")
+    if m.moe.shared_experts and not m.moe.shared_ffn:
+        yield PlanError("model.moe.shared_ffn", 0, "shared experts have a width.", "Use shared_ffn = shared_experts x the width of one.")
+    if r.moe_capacity_factor is not None:
+        yield PlanError("recipe.moe_capacity_factor", r.moe_capacity_factor, "execute drops no token.", "Leave it out.")
+    if r.optimizer.name == "muon":
+        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon takes matrices, and experts are stacks of them.", "Use adamw.")
+    if m.moe.aux_loss_coefficient and r.precision.loss_scaling:
+        yield PlanError("model.moe.aux_loss_coefficient", m.moe.aux_loss_coefficient, "the auxiliary loss is not scaled with the loss.",
+                        "Use a bf16 precision, or aux_loss_coefficient = 0.")
+    if p.tp > 1:
+        yield PlanError("plan.tp", p.tp, "execute does not spread a mixture of experts by tensor parallelism.", "Use tp = 1.")
+    if p.cp > 1:
+        yield PlanError("plan.cp", p.cp, "execute does not share sequences with a mixture of experts.", "Use cp = 1.")
+    if p.ep == 1:
+        return
+    if p.zero != 3:
+        yield PlanError("plan.ep", p.ep, "execute spreads experts under FSDP or HSDP only.", "Use zero = 3, or ep = 1.")
+    if p.pp > 1:
+        yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline.", "Use pp = 1, or ep = 1.")
+    if p.ep_overlap:
+        yield PlanError("plan.ep_overlap", True, "execute waits for its all-to-alls.", "Use ep_overlap = false.")
+
+
 def _pipeline(run: Run) -> Iterator[PlanError]:
     """What torch.distributed.pipelining cannot do, or is not combined with here."""
     m, p, r = run.model, run.plan, run.recipe
@@ -176,6 +215,6 @@ def _split(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
                         "Use 1f1b or interleaved, or zero = 3.")
     for on, field, value in ((p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.tp > 1, "plan.tp", p.tp), (p.cp > 1, "plan.cp", p.cp),
-                             (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
+                             (run.model.moe is not None, "model", run.model.name), (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
         if on:
             yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

@@ -6,8 +6,10 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 
 from dataclasses import dataclass
 
+from costmodel.program.experts import mixture
 from costmodel.program.ir import Comm, Tensor
 from costmodel.program.parallel.context import ContextParallel
+from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
 from costmodel.program.tape import Back, Inner, Tape, Value
 from costmodel.spec import Run
@@ -68,10 +70,10 @@ def resolved_attention(run: Run) -> str:
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
-    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "heads", "kv_heads", "ffn", "vocab",
-                 "cached", "cached_flops", "matmuls")
+    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
+                 "vocab", "cached", "cached_flops", "matmuls")
 
-    def __init__(self, run: Run, numbers: Numbers) -> None:
+    def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES)
         self.run = run
         self.n = numbers
@@ -92,6 +94,7 @@ class Walk:
         """Nodes whose results per-operation checkpointing keeps: attention, and every other matmul."""
         self.cached_flops = 0.0
         self.matmuls = 0
+        self.ep = ExpertParallel(run, busiest=busiest) if run.model.moe else None
 
     # -- kernels -----------------------------------------------------------------------------------------------------
 
@@ -434,19 +437,23 @@ class Walk:
     # -- units ---------------------------------------------------------------------------------------------------------
 
     def mlp(self, x: Value) -> Value:
-        """The dense feed-forward block."""
-        m, ffn = self.run.model, self.ffn
-        x = self.tp.enter(self, x, "mlp")
+        """The feed-forward block: dense, or a mixture of experts."""
+        return self.feed_forward(x, "mlp", self.ffn, self.run.model.mlp_bias) if self.ep is None else mixture(self, x)
+
+    def feed_forward(self, x: Value, name: str, ffn: int, bias: bool) -> Value:
+        """Two matrices around an activation, or three with a gate; `ffn` is the inner width on this rank."""
+        m = self.run.model
+        x = self.tp.enter(self, x, name)
         if m.gated and self.tp.megatron:
-            gate, up = self.fused_linear(x, "mlp.up", (("mlp.gate", ffn), ("mlp.up", ffn)), m.mlp_bias, copied=False)
-            inner = self.gate(gate, up, "mlp")
+            gate, up = self.fused_linear(x, f"{name}.up", ((f"{name}.gate", ffn), (f"{name}.up", ffn)), bias, copied=False)
+            inner = self.gate(gate, up, name)
         elif m.gated:
-            gate = self.linear(x, "mlp.gate", ffn, m.hidden, m.mlp_bias)
-            up = self.linear(x, "mlp.up", ffn, m.hidden, m.mlp_bias)
-            inner = self.gate(gate, up, "mlp")
+            gate = self.linear(x, f"{name}.gate", ffn, m.hidden, bias)
+            up = self.linear(x, f"{name}.up", ffn, m.hidden, bias)
+            inner = self.gate(gate, up, name)
         else:
-            inner = self.activation(self.linear(x, "mlp.up", ffn, m.hidden, m.mlp_bias), "mlp")
-        return self.tp.leave(self, self.linear(inner, "mlp.down", m.hidden, ffn, m.mlp_bias), "mlp.down")
+            inner = self.activation(self.linear(x, f"{name}.up", ffn, m.hidden, bias), name)
+        return self.tp.leave(self, self.linear(inner, f"{name}.down", m.hidden, ffn, bias), f"{name}.down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,10 +504,10 @@ def model_attention_flops(run: Run) -> float:
     return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / (run.plan.cp * run.plan.tp)
 
 
-def layer_unit(run: Run, numbers: Numbers) -> Unit:
-    """One dense layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
+def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
+    """One layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
     m = run.model
-    w = Walk(run, numbers)
+    w = Walk(run, numbers, busiest=busiest)
     x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     n = m.norms_per_layer
     if m.parallel_residual:

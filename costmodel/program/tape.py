@@ -128,6 +128,8 @@ class Tape:
         self.nodes: list[Node] = []
         self.element_bytes = element_bytes
         self.held: list[Value] = []
+        self.marked = False
+        """Some of its nodes are marks, which a strategy replaces by what it does there."""
 
     def input(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
         """A tensor that comes from another unit."""
@@ -150,6 +152,11 @@ class Tape:
         for v in saved:
             v.saves += 1
         self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
+
+    def mark(self, name: str) -> None:
+        """A place where a strategy acts, in forward and in backward."""
+        self.record(name, "mark", (), ())
+        self.marked = True
 
     def record_checkpointed(self, name: str, inputs: tuple[Value, ...], output: Value, inner: Inner) -> None:
         """A stretch that keeps only its inputs (torch.utils.checkpoint, non-reentrant)."""
@@ -270,6 +277,9 @@ class Tape:
         beside: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
+            if node.kind == "mark":
+                ops.append(Op(node.name, "mark", kernels=0))
+                continue
             sends = any(back.kind == "collective" and not back.event for back in node.backs)
             if beside and not sends and not any(v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside

@@ -111,3 +111,13 @@ class Plan(Spec):
     def state_shards(self) -> int:
         """Ranks over which sharded state is split: dp_shard x cp."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which experts can be spread: dp_shard x cp, or, where nothing is sharded, the replicas x cp."""
+        return (self.dp_shard if self.zero else self.dp) * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts, of those over which experts can be spread."""
+        return self.expert_ranks // self.ep

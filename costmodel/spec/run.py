@@ -10,6 +10,7 @@ from costmodel.spec.cluster import Cluster
 from costmodel.spec.model import Model
 from costmodel.spec.plan import Plan
 from costmodel.spec.recipe import Recipe
+from costmodel.spec.routing import checked_imbalance
 
 INTERLEAVED = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
 V_SHAPED = ("zbv", "dualpipev")
@@ -154,11 +155,13 @@ def _expert(run: Run) -> Iterator[PlanError]:
     if m.moe is None:
         yield PlanError("plan.ep", p.ep, f"{m.name} has no experts.", "Use ep = 1.")
         return
-    if (p.dp_shard * p.cp) % p.ep:
-        yield PlanError("plan.ep", p.ep, f"ep must divide dp_shard x cp = {p.dp_shard * p.cp}.",
-                        f"Use ep = {nearest_divisors(p.dp_shard * p.cp, p.ep)}.")
+    if p.expert_ranks % p.ep:
+        yield PlanError("plan.ep", p.ep, f"ep must divide {'dp' if p.expert_ranks > p.state_shards else 'dp_shard'} x cp = {p.expert_ranks}.",
+                        f"Use ep = {nearest_divisors(p.expert_ranks, p.ep)}.")
     if m.moe.experts % p.ep:
         yield PlanError("plan.ep", p.ep, f"experts = {m.moe.experts} must be a multiple of ep.", f"Use ep = {nearest_divisors(m.moe.experts, p.ep)}.")
+    if error := checked_imbalance(run.recipe.moe_imbalance, p.ep):
+        yield error
 
 
 def _batch(run: Run) -> Iterator[PlanError]:

@@ -197,6 +197,10 @@ class Strategy:
     def take_up(self, unit: str, word: str) -> list[Op]:
         return []
 
+    def at_mark(self, mark: str, phase: str, index: int, micro: str, *, again: bool) -> list[Op]:
+        """What happens inside a layer, where it marked a place; in backward `again` says that the layer was computed again before it."""
+        return []
+
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """The gradient of a parameter is there: what the op that made it allocates, and what runs next.
 
