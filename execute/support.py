@@ -215,7 +215,7 @@ def _split(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
                         "Use 1f1b or interleaved, or zero = 3.")
     for on, field, value in (
-            (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.tp > 1, "plan.tp", p.tp), (p.cp > 1, "plan.cp", p.cp),
+            (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
             (run.model.moe is not None, "model", run.model.name), (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
         if on:
             yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

@@ -52,10 +52,10 @@ def _inputs(tape: Tape, output: Value, owned: bool, kept: dict[int, list[Gradien
     if not owned:
         for grad in grads.values():
             grad.refs += 1
-    ops: list[Op] = []
+    ops: list[Op | GradReady] = []
     for index in range(len(tape.nodes) - 1, -1, -1):
         node = tape.nodes[index]
-        given = [grads.pop(id(v)) for v in node.outputs if id(v) in grads]
+        given = [tape.summed(v, grads.pop(id(v)), ops, []) for v in node.outputs if id(v) in grads]
         meetings: list[Op] = []
         frees: list[Tensor] = []
         start = len(ops)

@@ -233,7 +233,7 @@ class Tape:
         return len(self.nodes)
 
     @staticmethod
-    def _summed(v: Value, grad: "Gradient", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "Gradient":
+    def summed(v: Value, grad: "Gradient", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "Gradient":
         """The complete gradient of a value, after the collective that it needs."""
         if v.grad_comm is None:
             return grad
@@ -284,7 +284,7 @@ class Tape:
             if beside and not sends and not any(v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside
                 beside = []
-            out_grads = [self._summed(v, grads.pop(id(v)), ops, beside) for v in node.outputs if id(v) in grads]
+            out_grads = [self.summed(v, grads.pop(id(v)), ops, beside) for v in node.outputs if id(v) in grads]
             split = -1
             frees: list[Tensor] = []
             kept = node.extra

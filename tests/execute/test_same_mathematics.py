@@ -68,6 +68,7 @@ FOUR = {
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
     "pp 2 x fsdp 2 zbv": Case({"strategy": "fsdp", "pp": 2, "schedule": "zbv"}, (4,)),
+    "pp 2 x tp 2 zb-h1": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "zb-h1", "sequence_parallel": True}, (2,)),
     "pp 2 x tp 2": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}, (2,)),
 }
 SCALED = ("ddp", "zero1", "zero2", "fsdp")

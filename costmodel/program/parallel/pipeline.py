@@ -90,7 +90,6 @@ def _split_refusals(run: Run) -> Iterator[PlanError]:
                         "Use 1f1b or interleaved, or strategy = fsdp.")
     for on, field, value, what, fix in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero, "FSDP2", "Use schedule = zbv, or dp = 1."),
-            (p.tp > 1, "plan.tp", p.tp, "tensor parallelism", "Use tp = 1, or schedule = 1f1b or interleaved."),
             (run.model.moe is not None, "model", run.model.name, "a mixture of experts", "Use a dense model, or schedule = 1f1b or interleaved."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved."),
             (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode, "activation checkpointing",
