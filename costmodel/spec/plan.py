@@ -49,6 +49,8 @@ class Plan(Spec):
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
     ep: PositiveInt = 1
     ep_overlap: bool = False
+    ep_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Rows of tokens travel to their experts and back, or (Megatron) every rank of an ep group gets the tokens of all of it."""
     checkpointing: Checkpointing = Checkpointing()
     offload: Literal["none", "optimizer", "params"] = "none"
     """What lives in host memory between uses."""
