@@ -212,7 +212,8 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
     """Fields set to something else than their default that change nothing in this run."""
     m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
     plain = {name: field.default for name, field in Plan.model_fields.items()}
-    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep)) if degree == 1]
+    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep),
+                                       ("ep_dispatcher", p.ep * p.tp)) if degree == 1]
     fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
     chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
     return fields + [field for field, unread in (

@@ -52,10 +52,12 @@ def _inputs(tape: Tape, output: Value, owned: bool, kept: dict[int, list[Gradien
     if not owned:
         for grad in grads.values():
             grad.refs += 1
-    ops: list[Op | GradReady] = []
+    ops: list[Op] = []
     for index in range(len(tape.nodes) - 1, -1, -1):
         node = tape.nodes[index]
-        given = [tape.summed(v, grads.pop(id(v)), ops, []) for v in node.outputs if id(v) in grads]
+        sums: list[Op | GradReady] = []
+        given = [tape.summed(v, grads.pop(id(v)), sums, []) for v in node.outputs if id(v) in grads]
+        ops += [op for op in sums if isinstance(op, Op)]
         meetings: list[Op] = []
         frees: list[Tensor] = []
         start = len(ops)

@@ -56,6 +56,8 @@ class Plan(Spec):
     the same (Megatron, torch's context_parallel); False: consecutive pieces, of which the last rank's has most to compute."""
     ep: PositiveInt = 1
     ep_overlap: bool = False
+    ep_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Rows of tokens travel to their experts and back, or (Megatron) every rank of an ep group gets the tokens of all of it."""
     checkpointing: Checkpointing = Checkpointing()
     offload: Literal["none", "optimizer", "params"] = "none"
     """What lives in host memory between uses."""
