@@ -34,10 +34,10 @@ def this_machine(gpu: str = "", device: str = "") -> Machine:
     import torch
 
     from costmodel.catalog import accelerator
-    from execute.device import this_device
-    from execute.observe.environment import cpu_name
-    if this_device(device).name == "cpu":
-        return Machine(gpu or ("cpu_epyc_2core" if "EPYC" in cpu_name() else "cpu_xeon_2core"), 4, False)
+    from execute.device import catalogue_name, this_device
+    here = this_device(device)
+    if here.name == "cpu":
+        return Machine(accelerator(gpu or catalogue_name(here) or "cpu_xeon_2core").name, 4, False)
     return Machine(accelerator(gpu or torch.cuda.get_device_name(0)).name, torch.cuda.device_count(), True)
 
 

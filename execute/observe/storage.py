@@ -6,6 +6,7 @@ would call allocated, without rounding. Where autograd would add two gradients i
 mode, nor for fake tensors), the tracker adds in place. A storage has one category for its whole life, given when it is known what became of it:
 
     parameters      what the model's parameters (their local shards) live in
+    master_weights  what a strategy says is its copy of the parameters in a wider dtype
     gradients       what a parameter's .grad lives in when a backward ends
     optimizer       what the optimizer's state lives in
     communication   born inside a communication hook (FSDP2's, or a `communication` region of a strategy), or an unsharded gradient of FSDP2
@@ -37,7 +38,7 @@ LIBRARY = "library"
 It is first seen as the storage of a view that nobody has seen before."""
 BORN_AS_VIEWS = ("lift_fresh",)
 """Operations that return their argument, and with which a constant's life begins."""
-ORDER = (HOST, LIBRARY, "parameters", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
+ORDER = (HOST, LIBRARY, "parameters", "master_weights", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
 NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
 """Operations that a moment may be named after."""
 
