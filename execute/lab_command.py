@@ -46,12 +46,13 @@ def lab(
     from execute.lab_text import document, markdown
     from execute.observe.environment import environment
     from execute.suite import this_machine
+    from execute.support import has_deepspeed
     with naming({"gpu": "--gpu", "device": "--device"}):
         machine = this_machine(gpu, device)
     count = _ranks(ranks, machine.devices, machine.on_gpu)
     if not machine.on_gpu:
         os.environ["OMP_NUM_THREADS"] = "1"  # a rank is a core, alone or with others
-    one, *spread = cases(machine, count)
+    one, *spread = cases(machine, count, deepspeed=has_deepspeed())
     wanted = only.lower().replace("-", "")
     chosen = [one, *(case for case in spread if wanted in case.name.lower().replace("-", ""))]
     if spread and len(chosen) == 1:

@@ -130,9 +130,14 @@ def _deepspeed(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "PyTorch has no such loss.", "Use loss = eager, bf16, chunked or fused.")
 
 
+def has_deepspeed() -> bool:
+    """Whether the extra `deepspeed` is installed."""
+    return find_spec("deepspeed") is not None
+
+
 def check_installed(run: Run) -> None:
     """Raise PlanError where a run needs a library that is not here."""
-    if run.plan.framework == "deepspeed" and find_spec("deepspeed") is None:
+    if run.plan.framework == "deepspeed" and not has_deepspeed():
         raise PlanError("plan.framework", "deepspeed", "DeepSpeed is not installed.",
                         "Install it with: pip install -c constraints.txt -e '.[deepspeed]', or use framework = pytorch.")
 

@@ -74,12 +74,12 @@ def _cases(files: list[Path], mode: "Mode", gpu: str, device: str) -> "list[Case
     """The runs of some files, or the standard suite."""
     from costmodel.cli.options import collect
     from execute.suite import Case, standard, this_machine
-    from execute.support import check_installed, check_supported, dry_runs
+    from execute.support import check_installed, check_supported, dry_runs, has_deepspeed
     from execute.validate import fits
     if not files:
         with naming({"gpu": "--gpu", "device": "--device"}):
             machine = this_machine(gpu, device)
-        return standard(machine, fits)
+        return standard(machine, fits, deepspeed=mode == "run" and has_deepspeed())
     cases = []
     for path in files:
         given = collect(path, {}, [])
