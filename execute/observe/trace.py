@@ -225,7 +225,7 @@ def _bytes(event: _Event) -> int:
         count = 1
         for n in shape:
             count *= int(n) if isinstance(n, int) else 0
-        total += count * SIZES.get(kind, 0) if shape else 0
+        total += count * SIZES.get(kind, 0)
     return total
 
 

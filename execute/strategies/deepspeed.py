@@ -38,7 +38,7 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
     for name in PERFORMED[run.plan.zero]:
         _inside(optimizer, name, region)
     if run.plan.zero == 3:
-        _inside(optimizer.parameter_offload.get_param_coordinator(), "_PartitionedParameterCoordinator__all_gather_params_", region)
+        _inside(optimizer.parameter_offload.get_param_coordinator(), "fetch_sub_module", region)
     return Prepared(engine, optimizer.optimizer, micro_batches=lambda batch, marks: _micro_batches(run, engine, batch, marks), clip=lambda norm: None,
                     step=engine.step, zero_grad=lambda to_none: None, holds=lambda: held(run, optimizer), axes={"dp_shard": dist.group.WORLD})
 
@@ -48,7 +48,8 @@ def _micro_batches(run: Run, engine: Any, batch: Callable[[], tuple[Tensor, Tens
     total: Tensor | None = None
     for i in range(run.micro_batches):
         with marks.forward():
-            loss = engine(*batch())
+            tokens, targets = batch()
+            loss = engine(tokens, targets)
             total = loss.detach() if total is None else total + loss.detach()
         with marks.phase_of("backward"):
             engine.backward(loss)

@@ -33,6 +33,14 @@ def seen(run: Any, keep: Path) -> dict[str, Any]:
             "collectives": sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())}
 
 
+def seen_last(run: Any, keep: Path) -> dict[str, Any]:
+    """The same, as the last rank saw it."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seen(run, keep))
+    last: dict[str, Any] = everywhere[-1]
+    return last
+
+
 def learn(run: Any, keep: Path) -> list[float]:
     """The losses of five steps; the gradients of the first go to a file."""
     job, losses = training(run, 5), []
@@ -133,7 +141,7 @@ def gradients(prepared: Any) -> dict[str, Any]:
     return found
 
 
-WHAT: dict[str, Any] = {"seen": seen, "learn": learn, "arrive": arrive, "overflow": overflow, "trace": trace}
+WHAT: dict[str, Any] = {"seen": seen, "seen last": seen_last, "learn": learn, "arrive": arrive, "overflow": overflow, "trace": trace}
 
 
 def main() -> None:

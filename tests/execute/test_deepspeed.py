@@ -52,7 +52,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     """What two real ranks saw."""
     cases: dict[str, Any] = {name: ("arrive", run_of(stage, MODELS[model], learning(model, m, optimizer), bucket_bytes=8192))
                              for name, (stage, model, m, optimizer) in LEARN.items()}
-    cases |= {name: ("seen", given) for name, given in HOLD.items()}
+    cases |= {name: ("seen last", given) for name, given in HOLD.items()}
     return perform_once(cases, 2, tmp_path_factory, "deepspeed")
 
 

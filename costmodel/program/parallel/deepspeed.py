@@ -291,6 +291,8 @@ class DeepSpeedZero3(DeepSpeedZero):
         small = [(p.numel, count) for unit, count in units for p in unit.params if p.numel <= PERSISTENT]
         self.small = [numel for numel, count in small for _ in range(count)] if self.n > 1 else []
         """Elements of the parameters that each rank has whole, beside its slices of them."""
+        self.at_once = inventory.numel - sum(self.small) <= min(self.plan.prefetch_bucket_params, self.plan.max_live_params)
+        """Entering the model prefetches all of it at once, and it stays until its backward."""
         per = max(1, inventory.layer.numel)
         self.kept_layers = min(inventory.layers, min(self.plan.max_live_params, REUSE_DISTANCE // 2) // per)
         """Layers at the end that stay gathered from forward to backward."""
@@ -299,48 +301,59 @@ class DeepSpeedZero3(DeepSpeedZero):
         return Strategy.roles(self)
 
     def persistent(self, role: str) -> list[Tensor]:
-        """The slices, which fp32 parameters share with the update; the small parameters; the gradients' slice; the bucket."""
+        """The slices and the small parameters whole, the copy that is updated, the gradients' slice, the bucket."""
         p = self.precision
-        out = [Tensor("parameters (shard)", "parameters", nbytes(self.shard + sum(self.small), p.parameter))]
-        if self._copies:
-            out.append(Tensor("master weights (shard)", "master_weights", nbytes(self.shard, self.master)))
-        return [*out, Tensor("gradients (shard)", "gradients", nbytes(self.shard, self.grad)), *self.buffers()]
+        return [Tensor("parameters (shard)", "parameters", nbytes(self.shard, p.parameter)), *self._whole(),
+                Tensor("master weights (shard)", "master_weights", nbytes(self.shard, self.master)),
+                Tensor("gradients (shard)", "gradients", nbytes(self.shard, self.grad)), *self.buffers()]
 
-    @property
-    def _copies(self) -> bool:
-        return self.master != self.precision.parameter
+    def _whole(self) -> tuple[Tensor, ...]:
+        small = nbytes(sum(self.small), self.precision.parameter)
+        return (Tensor("small parameters", "parameters", small),) if small else ()
+
+    def step(self, role: str, first: bool) -> list[Op]:
+        """The small parameters go before the update, and are gathered after it."""
+        return [Op("small.release", "host", kernels=0, frees=self._whole()), *super().step(role, first)]
 
     def kept_gradients(self) -> list[Tensor]:
         """Their slice is there from the start."""
         return []
 
-    def update(self, role: str) -> Update:
-        return super().update(role)._replace(low=self.precision.parameter if self._copies else None)
+    # -- gathering -------------------------------------------------------------------------------------------------------------
+
+    def _gathered(self, unit: str) -> int:
+        """Elements of a unit that are gathered before use."""
+        params = {LAYER: self.inventory.layer, EMBEDDING: self.inventory.embedding, HEAD: self.inventory.head}[unit].params
+        tied = self.inventory.embedding.params[0].numel if unit == HEAD and self.run.model.tied_embeddings and not self.at_once else 0
+        return sum(p.numel for p in params if p.numel > PERSISTENT) + tied
 
     def _params(self, unit: str) -> Tensor:
-        numel = {LAYER: self.inventory.layer.numel, EMBEDDING: self.inventory.embedding.numel, HEAD: self._head_numel}[unit]
-        return Tensor(f"gathered({unit})", "communication", nbytes(numel, self.precision.parameter))
+        return Tensor(f"gathered({unit})", "communication", nbytes(self._gathered(unit), self.precision.parameter))
 
-    @property
-    def _head_numel(self) -> int:
-        tied = self.inventory.embedding.params[0].numel if self.run.model.tied_embeddings else 0
-        return self.inventory.head.numel + tied
+    def _buffer(self, key: str, numel: int) -> Tensor:
+        return Tensor(f"gather buffer({key})", "communication", nbytes(numel, self.precision.parameter))
 
-    def _gather(self, unit: str) -> Op:
-        held = self._params(unit)
-        return collective(self.axis, "all-gather", self.n, held.nbytes, self.precision.parameter, event=f"gather.{unit}",
-                          name=f"all_gather({unit})", allocs=(held,), detached=True)
+    def _gather(self, key: str, numel: int) -> list[Op]:
+        """An all-gather into one flat buffer."""
+        flat = self._buffer(key, numel)
+        return [collective(self.axis, "all-gather", self.n, flat.nbytes, self.precision.parameter, event=f"gather.{key}", name=f"all_gather({key})",
+                           allocs=(flat,), detached=True)] if numel else []
+
+    def _wait(self, key: str, numel: int, held: tuple[Tensor, ...]) -> list[Op]:
+        """Wait for a gather, and copy each parameter out of the buffer, which goes."""
+        if not numel:
+            return []
+        return [Op(f"deepspeed.wait({key})", "wait", kernels=0, event=f"gather.{key}"),
+                Op(f"deepspeed.copy_out({key})", "memory", nbytes=2.0 * nbytes(numel, self.precision.parameter), dtype=self.precision.parameter,
+                   allocs=held, frees=(self._buffer(key, numel),))]
 
     def _keeps(self, index: int) -> bool:
-        return index >= self.inventory.layers - self.kept_layers
+        return self.at_once or index >= self.inventory.layers - self.kept_layers
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         last = self.inventory.layers - 1
         below = super().layer_variants(phase, micro)
         return [(self._keeps(i), i == 0, i == last, i == last - self.kept_layers, below[i]) for i in range(last + 1)]
-
-    def _wait(self, unit: str) -> Op:
-        return Op(f"deepspeed.wait({unit})", "wait", kernels=0, event=f"gather.{unit}")
 
     def _prefetches(self) -> bool:
         return self.plan.prefetch_bucket_params >= 1 and self.n > 1
@@ -348,32 +361,44 @@ class DeepSpeedZero3(DeepSpeedZero):
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         if self.n == 1:
             return []
-        last = self.inventory.layers - 1
+        if self.at_once:
+            return self._at_once(unit)
+        numel, last = self._gathered(unit), self.inventory.layers - 1
         fetched = self._prefetches() and unit == LAYER and index > 0
-        ops = [] if fetched else [self._gather(unit)]
-        ops.append(self._wait(unit))
+        ops = [] if fetched else self._gather(unit, numel)
+        ops += self._wait(unit, numel, (self._params(unit),))
         if self._prefetches() and unit == LAYER and index < last:
-            ops.append(self._gather(LAYER))
+            ops += self._gather(LAYER, numel)
         return ops
 
+    def _at_once(self, unit: str) -> list[Op]:
+        """The handle of the gather, and with it the buffer, is kept until the last of its parameters is asked for."""
+        numel = self._gathered(EMBEDDING) + self.inventory.layers * self._gathered(LAYER) + self._gathered(HEAD)
+        if not numel or unit == LAYER:
+            return []
+        if unit == HEAD:
+            return [Op("deepspeed.release_buffer", "host", kernels=0, frees=(self._buffer("model", numel),))]
+        held = (Tensor("gathered(model)", "communication", nbytes(numel, self.precision.parameter)),)
+        return [*self._gather("model", numel), *(op._replace(frees=()) for op in self._wait("model", numel, held))]
+
     def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
-        if self.n == 1 or (unit == LAYER and self._keeps(index)) or unit == HEAD:
+        if self.n == 1 or self.at_once or (unit == LAYER and self._keeps(index)) or unit == HEAD:
             return []
         return [Op("deepspeed.release", "host", kernels=0, frees=(self._params(unit),))]
 
     def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         if self.n == 1 or unit in (HEAD, EMBEDDING) or self._keeps(index):
             return []
-        first_missing = self.inventory.layers - self.kept_layers - 1
+        numel, first_missing = self._gathered(LAYER), self.inventory.layers - self.kept_layers - 1
         fetched = self._prefetches() and index < first_missing
-        ops = [] if fetched else [self._gather(LAYER)]
-        ops.append(self._wait(LAYER))
+        ops = [] if fetched else self._gather(LAYER, numel)
+        ops += self._wait(LAYER, numel, (self._params(LAYER),))
         if self._prefetches() and index > 0:
-            ops.append(self._gather(LAYER))
+            ops += self._gather(LAYER, numel)
         return ops
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
-        if self.n == 1 or unit == EMBEDDING:
+        if self.n == 1 or (unit == EMBEDDING and not self.at_once) or not self._gathered(unit):
             return []
         return [Op("deepspeed.release", "host", kernels=0, frees=(self._params(unit),))]
 
@@ -391,10 +416,13 @@ class DeepSpeedZero3(DeepSpeedZero):
         return [*ops, Op("deepspeed.wait", "wait", kernels=0, event="grads")] if self.n > 1 else ops
 
     def _norm(self) -> list[Op]:
-        """The norm; of bf16 parameters no flag."""
-        return [op for op in super()._norm() if self.precision.parameter == "fp16" or not op.name.startswith("overflow")]
+        """The norm, in double precision; of bf16 parameters no flag."""
+        ops = [op for op in super()._norm() if self.precision.parameter == "fp16" or not op.name.startswith("overflow")]
+        double = collective(self.axis, "all-reduce", self.n, 8, "float64", name="clip.all_reduce")
+        return [double if op.name == "clip.all_reduce" else op for op in ops]
 
     def _gather_updated(self) -> list[Op]:
         """The small parameters, one by one: they stay whole."""
-        return [collective(self.axis, "all-gather", self.n, nbytes(-(-numel // self.n) * self.n, self.precision.parameter), self.precision.parameter,
+        ops = [collective(self.axis, "all-gather", self.n, nbytes(-(-numel // self.n) * self.n, self.precision.parameter), self.precision.parameter,
                            event="gather.small", name="gather_small") for numel in self.small]
+        return [ops[0]._replace(allocs=self._whole()), *ops[1:], Op("gather_small.wait", "wait", kernels=0, event="gather.small")] if ops else []
