@@ -18,7 +18,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, update_ops
-from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAYER, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
 from costmodel.program.parallel.ddp import Bucketed, Flush, arrival_order
 from costmodel.program.tape import GradReady
 from costmodel.spec import PlanError, Run
@@ -159,7 +159,7 @@ class DeepSpeedZero(Bucketed):
         return (Tensor("reduce buckets", "communication", self.bucket_bytes * (2 if self.plan.overlap_grad_reduce and self.stage < 3 else 1)),)
 
     def syncs(self, micro: str) -> bool:
-        return self.stage >= 2 or super().syncs(micro)
+        return self.stage >= 2 or micro in (ONLY, LAST)
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         return super().layer_variants(phase, micro) if self.during else Strategy.layer_variants(self, phase, micro)
@@ -222,7 +222,7 @@ class DeepSpeedZero(Bucketed):
             ops += self._reduce(self.buckets.rest, micro, first=len(self.buckets.sizes) == 1) if self.buckets.rest else []
         else:
             for i, size in enumerate(self.buckets.sizes):
-                whole = (Tensor("gradients", "gradients", size // element_bytes(self.precision.parameter) * element_bytes(self.gradient_dtype)),)
+                whole = (Tensor("gradients", "gradients", size),)
                 ops.append(Op("gradients.to_bucket", "memory", nbytes=2.0 * size, dtype=self.grad, kernels=self.inventory.tensors, frees=whole))
                 ops += self._reduce(size, micro, first=i == len(self.buckets.sizes) - 1)
         if self.n > 1 and self.plan.overlap_grad_reduce:
@@ -294,8 +294,8 @@ class DeepSpeedZero3(DeepSpeedZero):
         self.at_once = inventory.numel - sum(self.small) <= min(self.plan.prefetch_bucket_params, self.plan.max_live_params)
         """Entering the model prefetches all of it at once, and it stays until its backward."""
         per = max(1, inventory.layer.numel)
-        self.kept_layers = min(inventory.layers, min(self.plan.max_live_params, REUSE_DISTANCE // 2) // per)
-        """Layers at the end that stay gathered from forward to backward."""
+        self.kept_layers = min(inventory.layers, REUSE_DISTANCE // 2 // per)
+        """Layers at the end that stay gathered from forward to backward, whatever max_live_params says: that limits what is fetched ahead."""
 
     def roles(self) -> list[tuple[str, int, int]]:
         return Strategy.roles(self)
@@ -356,7 +356,7 @@ class DeepSpeedZero3(DeepSpeedZero):
         return [(self._keeps(i), i == 0, i == last, i == last - self.kept_layers, below[i]) for i in range(last + 1)]
 
     def _prefetches(self) -> bool:
-        return self.plan.prefetch_bucket_params >= 1 and self.n > 1
+        return self.plan.prefetch_bucket_params >= 1 and self.plan.max_live_params > self.inventory.layer.numel and self.n > 1
 
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         if self.n == 1:
