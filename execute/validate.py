@@ -1,6 +1,6 @@
 """Predicted against dry run against measured: bytes by category, collectives, time; what is outside its tolerance is named."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,12 @@ def check(case: Case, mode: Mode, profile: str | None, observe: Observe) -> Chec
         if rank in seen:
             sides.append(Side(role.role, compare(predicted, alone(seen[rank], mode, case.run, slowest(seen)))))
     return Checked(case.name, case.run, outcome, tuple(sides), profile is not None and Path(profile).suffix == ".toml")
+
+
+def check_predictable(cases: Iterable[Case], profile: str | None) -> None:
+    """Raise PlanError where a case cannot be predicted with some constants."""
+    for case in cases:
+        predict(case.run, profile, scaling=False)
 
 
 def alone(rank: RoleReport, mode: Mode, run: Run, step_s: float | None) -> StepReport:

@@ -95,10 +95,9 @@ def _cases(files: list[Path], mode: "Mode", gpu: str, device: str) -> "list[Case
 
 def _refuse_early(cases: "list[Case]", mode: "Mode", profile: str | None, device: str, no_memory_check: bool) -> None:
     """Refuse now what would be refused in a later case: constants, a run that is not predicted, a device, a host that is too small."""
-    from costmodel.prediction import predict
+    from execute.validate import check_predictable
     with naming({"profile": "--profile", "device": "--device"}):
-        for case in cases:
-            predict(case.run, profile, scaling=False)
+        check_predictable(cases, profile)
         if mode == "dryrun":
             return
         from execute.device import this_device

@@ -25,12 +25,14 @@ SPREAD: dict[str, Any] = {"accumulating": cpu_run(LLAMA, "fsdp", 2, recipe={"gra
 
 @pytest.mark.parametrize("name", ALONE)
 def test_what_runs_is_what_torch_counts(name: str) -> None:
-    """torch.utils.flop_counter over forward and backward of the real model, recompute included."""
+    """torch.utils.flop_counter over forward and backward of the real model, recompute included: PyTorch stops it before a layer's last product, which
+    the convention counts (72 becomes 96 of arXiv 2205.05198)."""
     run = ALONE[name]
     prepared = assemble(run, "cpu")
     with FlopCounterMode(display=False) as counter:
         prepared.model(*random_batch(run)).backward()
-    assert hardware_flops(run) == counter.get_total_flops()
+    stopped = run.model.layers * 2 * run.tokens_per_step * run.model.ffn * run.model.hidden if run.plan.checkpointing.mode == "full" else 0
+    assert hardware_flops(run) == counter.get_total_flops() + stopped
 
 
 @pytest.mark.parametrize("name", [*ALONE, *SPREAD])

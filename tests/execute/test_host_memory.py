@@ -29,7 +29,7 @@ def test_it_is_never_more_than_the_dry_run_s_peak_and_a_process(name: str) -> No
     memory = dry_run(run).roles[0].memory
     assert memory is not None
     highest = max(peak.total_bytes for peak in memory.phases.values())
-    assert 0.5 * highest < least_bytes(run) - (300 << 20) <= highest
+    assert 0.3 * highest < least_bytes(run) - (300 << 20) <= highest
 
 
 def test_what_fits_passes_and_what_does_not_is_refused_with_what_would_work() -> None:
