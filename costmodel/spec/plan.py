@@ -84,9 +84,9 @@ class Plan(Spec):
     prefetch_bucket_params: int = Field(50_000_000, ge=0)
     """DeepSpeed stage 3: stage3_prefetch_bucket_size, in parameters."""
     max_live_params: int = Field(1_000_000_000, ge=0)
-    """DeepSpeed stage 3: stage3_max_live_parameters."""
+    """DeepSpeed stage 3: stage3_max_live_parameters, beyond which nothing is gathered ahead."""
     allgather_bucket_params: int = Field(500_000_000, ge=1)
-    """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters."""
+    """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters; where torch can gather into one tensor, DeepSpeed does not read it."""
     contention: PositiveFloat | None = None
     """Seconds of compute lost per second of hidden communication; None: the profile's."""
 
