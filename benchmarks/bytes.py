@@ -25,6 +25,8 @@ DEEP_GPT = {**GPT, "vocab": 256}
 SPLIT_GPT = {**GPT, "fused_qkv": False}
 """DTensor cannot cut a fused query, key and value matrix by columns."""
 EIGHT = {**LLAMA, "layers": 8}
+WIDE = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
+"""Llama 3 8B's layer."""
 SHORT = {"seq_len": 512, "micro_batch": 2}
 MEAN, WORST = 0.02, 0.05
 
@@ -187,8 +189,8 @@ def context_cases() -> list[Case]:
         case("hsdp 2 x 2 x cp 2 ring accumulate", LLAMA, 8, "hsdp", {"grad_accum": 2}, cp=2, dp_shard=2),
         case("pp 2 x ddp 2 x cp 2 ring last", EIGHT, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=2, cp=2),
         case("pp 2 x fsdp 2 x cp 2 ulysses first", EIGHT, 8, "fsdp", {"grad_accum": 4}, stage=0, pp=2, cp=2, cp_kind="ulysses", reshard_after_forward=False),
-        case("llama-3-8b fsdp 2 x cp 8 ring 128k", "llama-3-8b", 16, "fsdp", {"seq_len": 131072, "loss": "chunked"}, cp=8, checkpointing="full"),
-        case("llama-3-8b cp 8 ulysses 256k", "llama-3-8b", 8, "fsdp", {"seq_len": 262144, "loss": "fused"}, cp=8, cp_kind="ulysses", checkpointing="full"),
+        case("wide fsdp 2 x cp 8 ring 128k", WIDE, 16, "fsdp", {"seq_len": 131072, "micro_batch": 1, "loss": "chunked"}, cp=8, checkpointing="full"),
+        case("wide cp 8 ulysses 256k", WIDE, 8, "fsdp", {"seq_len": 262144, "micro_batch": 1, "loss": "fused"}, cp=8, cp_kind="ulysses", checkpointing="full"),
     ]
 
 

@@ -91,7 +91,7 @@ ROWS = (
     Row("pp", "Megatron, 1F1B", {**MEGATRON, "zero": 1, "pp": 4}, ("papers' layers", "published runs"), recipe={"grad_accum": 4}),
     Row("pp", "zero-bubble, bidirectional", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "zb-h1"}, gpus=4, recipe=PIPED),
     Row("cp", "plain PyTorch, ring", {"strategy": "fsdp", "cp": 2}, gpus=2),
-    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, gpus=2),
+    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, alone=(), gpus=2),
     Row("cp", "plain PyTorch, Ulysses", {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, gpus=2),
     Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
