@@ -188,8 +188,8 @@ class Tape:
                     ops.append(Op(node.name, "host", kernels=0, allocs=made, frees=tuple(frees)))
                 continue
             if node.inner:
-                made = self._tensor(node.outputs[0], keep, save, cached)
-                ops += [_made_as(op, made) for op in node.inner.tape.forward((node.inner.exit,), save=False)]
+                output = self._tensor(node.outputs[0], keep, save, cached)
+                ops += [_made_as(op, output) for op in node.inner.tape.forward((node.inner.exit,), save=False)]
                 if frees:
                     ops[-1] = ops[-1].freeing(tuple(frees))
                 continue
