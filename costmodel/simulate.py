@@ -42,6 +42,8 @@ class Prices(Protocol):
     @property
     def call_s(self) -> float: ...
 
+    def route_s(self, experts: int) -> float: ...
+
 
 @dataclass(slots=True)
 class Clocks:
@@ -130,6 +132,9 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             assert op.comm is not None
             sent.append(op.comm)
             steps.append((ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached))
+        elif kind == "route":
+            stalled = prices.route_s(kernels)
+            steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
         elif kind in ("side", "copy"):
             steps.append((SIDE, launch * kernels, price(op), 0.0, op.axis or "copy", op.event, detached))
         else:

@@ -57,7 +57,7 @@ def build(run: Run, device: str, *, real: bool = False, around: Around = nullcon
     `device` is "meta" where storage comes later; `real` says that values will be computed, which the kernels of a CUDA dry run do not.
     """
     table = TABLES.cuda if device == "meta" and not real and run.cluster.accelerator.kernel_table == "cuda" else TABLES.plain
-    context = Context(run.model, run.recipe, run.plan.checkpointing, table, around, shared_sequence(run, table))
+    context = Context(run.model, run.recipe, run.plan.checkpointing, table, around, shared_sequence(run, table), run.plan.ep)
     with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
         return Stages(run, context) if run.plan.pp > 1 else Transformer(context)
 

@@ -27,6 +27,7 @@ class Kernels(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor: ...
     def flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
     def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]: ...
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor: ...
 
 
 class Plain:
@@ -60,6 +61,9 @@ class Plain:
         if q.is_cuda:
             return cuda_flash_backward(grad, q, k, v, out, lse, causal)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return grouped_product(rows, weights, ends)
 
 
 class CudaTable:
@@ -107,6 +111,9 @@ class CudaTable:
     def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
         return cuda_flash_backward(grad, q, k, v, out, lse, causal)
 
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return grouped_product(rows, weights, ends)
+
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """FlashAttention-2's operator, on a GPU or on fake tensors."""
@@ -119,6 +126,30 @@ def cuda_flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     unread = q.new_empty(2, dtype=torch.int64)
     return aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
                                                              unread, unread)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows [n, width] times the matrix [out, width] of the expert they belong to, in one kernel: rows up to ends[0] are the first expert's, and so on."""
+    if isinstance(rows, compat.FakeTensor):
+        return GroupedProduct.apply(rows, weights, ends)
+    return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+
+
+class GroupedProduct(torch.autograd.Function):
+    """torch.nn.functional.grouped_mm on fake tensors, whose own shape function takes bf16 alone. It saves the rows, the weights and the ends.
+
+    Source: tools/autograd/derivatives.yaml, _grouped_mm. Shapes only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return rows.new_empty(rows.shape[0], weights.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, _ = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights), None
 
 
 def _like(x: Tensor, placements: tuple[Any, ...] | None = None) -> Tensor:

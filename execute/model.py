@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from costmodel.spec import Checkpointing, Model, Recipe
 from execute.checkpoint import Around, checkpoint, checkpoint_ops, layer_groups
 from execute.dtypes import DTYPES
+from execute.experts import Experts, mixture
 from execute.kernels import Kernels, composed_norm
 from execute.losses import head_and_loss
 
@@ -39,8 +40,10 @@ class Context:
     """What every module needs to know: the description, the kernels, how a recompute is marked, and who else has parts of a sequence."""
 
     def __init__(self, model: Model, recipe: Recipe, checkpointing: Checkpointing, kernels: Kernels, around: Around = nullcontext,
-                 sequence: Sequence | None = None) -> None:
+                 sequence: Sequence | None = None, expert_ranks: int = 1) -> None:
         self.model = model
+        self.expert_ranks = expert_ranks
+        """Ranks over which the experts of a layer are spread."""
         self.recipe = recipe
         self.checkpointing = checkpointing
         self.kernels = kernels
@@ -147,14 +150,14 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two matrices around an activation, or three with a gate."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, ffn: int, bias: bool) -> None:
         super().__init__()
         m = context.model
         self.activation = ACTIVATIONS[m.activation]
         if m.gated:
-            self.gate = nn.Linear(m.hidden, m.ffn, bias=m.mlp_bias)
-        self.up = nn.Linear(m.hidden, m.ffn, bias=m.mlp_bias)
-        self.down = nn.Linear(m.ffn, m.hidden, bias=m.mlp_bias)
+            self.gate = nn.Linear(m.hidden, ffn, bias=bias)
+        self.up = nn.Linear(m.hidden, ffn, bias=bias)
+        self.down = nn.Linear(ffn, m.hidden, bias=bias)
         self.gated = m.gated
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,9 +180,23 @@ class Layer(nn.Module):
             self.attention_post_norm = Norm(context, m.hidden)
         if m.norms_per_layer >= 2:
             self.mlp_norm = Norm(context, m.hidden)
-        self.mlp = FeedForward(context)
+        if m.moe is None:
+            self.mlp = FeedForward(context, m.ffn, m.mlp_bias)
+        else:
+            self.router = nn.Linear(m.hidden, m.moe.experts, bias=m.moe.router_bias)
+            self.experts = Experts(m, context.recipe, context.expert_ranks, context.compute, context.kernels, ACTIVATIONS[m.activation])
+            if m.moe.shared_ffn:
+                self.shared = FeedForward(context, m.moe.shared_ffn, False)
         if m.norms_per_layer == 4:
             self.mlp_post_norm = Norm(context, m.hidden)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The feed-forward block: dense, or a mixture of experts with those that every token uses beside it."""
+        m, r = self.context.model, self.context.recipe
+        if m.moe is None:
+            return self.mlp(x)
+        y = mixture(x, self.router, self.experts, m.moe.top_k, m.moe.router_score, m.moe.aux_loss_coefficient / r.grad_accum)
+        return y + self.shared(x) if m.moe.shared_ffn else y
 
     def forward(self, x: Tensor, tables: "Tables") -> Tensor:
         c = self.context
@@ -193,15 +210,15 @@ class Layer(nn.Module):
         if m.parallel_residual:
             a = self.attention_norm(x)
             b = self.mlp_norm(x) if m.norms_per_layer >= 2 else a
-            return x + drop(self.attention(a, tables)) + drop(self.mlp(b))
+            return x + drop(self.attention(a, tables)) + drop(self.feed_forward(b))
         if m.norm_placement == "post":
             x = x + self.attention_norm(drop(self.attention(x, tables)))
-            return x + self.mlp_norm(drop(self.mlp(x)))
+            return x + self.mlp_norm(drop(self.feed_forward(x)))
         if m.norms_per_layer == 4:
             x = x + self.attention_post_norm(drop(self.attention(self.attention_norm(x), tables)))
-            return x + self.mlp_post_norm(drop(self.mlp(self.mlp_norm(x))))
+            return x + self.mlp_post_norm(drop(self.feed_forward(self.mlp_norm(x))))
         x = x + drop(self.attention(self.attention_norm(x), tables))
-        return x + drop(self.mlp(self.mlp_norm(x) if m.norms_per_layer >= 2 else self.attention_norm(x)))
+        return x + drop(self.feed_forward(self.mlp_norm(x) if m.norms_per_layer >= 2 else self.attention_norm(x)))
 
 
 class Tables:

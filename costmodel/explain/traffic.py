@@ -10,6 +10,7 @@ from costmodel.timeline import Span, Timeline
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 ACTIVATION_GRADIENTS, STATISTICS, NORM = "gradients of activations", "loss statistics", "gradient norm"
 KEYS_VALUES, KEYS_VALUES_GRADIENTS = "keys and values", "gradients of keys and values"
+ROWS, ROW_GRADIENTS, COUNTS = "rows of tokens to and from experts", "gradients of rows", "counts of rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,8 @@ class Movement:
     """Equal collectives of a step."""
 
     tensor: str
-    """What travels: parameters, gradients, activations, gradients of activations, keys and values, gradients of keys and values, loss statistics,
-    gradient norm."""
+    """What travels: parameters, gradients, activations, gradients of activations, keys and values, gradients of keys and values, rows to and from
+    experts, their gradients and counts, loss statistics, gradient norm."""
     collective: str
     axis: str
     group: int
@@ -49,6 +50,8 @@ def what(op: Op, phase: str) -> str:
     name, axis = op.name.partition("(")[0], op.comm.axis
     if name.startswith("clip."):
         return NORM
+    if axis == "ep":
+        return COUNTS if name == "experts.counts" else ROW_GRADIENTS if phase == "backward" and name.endswith(".all_to_all.all_to_all") else ROWS
     if axis == "pp":
         return ACTIVATIONS if name.endswith("activation") else ACTIVATION_GRADIENTS
     if axis == "cp":

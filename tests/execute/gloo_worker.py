@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from costmodel.inputs import build_run
 from execute import compat
 from execute.assemble import assemble
 from execute.data import Text
+from execute.experts import Experts
 from execute.marks import NoMarks
 from execute.observe.profiling import profile_step
 from execute.strategies.pipeline import Stages
@@ -33,6 +34,14 @@ def seen(run: Any, keep: Path) -> dict[str, Any]:
             "collectives": sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())}
 
 
+def seen_last(run: Any, keep: Path) -> dict[str, Any]:
+    """The same, as the last rank saw it."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seen(run, keep))
+    last: dict[str, Any] = everywhere[-1]
+    return last
+
+
 def learn(run: Any, keep: Path) -> list[float]:
     """The losses of five steps; the gradients of the first go to a file."""
     job, losses = training(run, 5), []
@@ -41,6 +50,25 @@ def learn(run: Any, keep: Path) -> list[float]:
         if step == 0:
             torch.save(gradients(job.prepared), keep / f"{dist.get_rank() if dist.is_initialized() else 0}.pt")
     return losses
+
+
+def arrive(run: Any, keep: Path) -> list[float]:
+    """The losses of five steps; the whole parameters that they led to go to a file."""
+    job, losses = training(run, 5), []
+    for step in range(job.steps):
+        losses.append(mean_over_ranks(make_ready(job, step)(None)))
+    model = getattr(job.prepared.model, "module", job.prepared.model)
+    with whole(model):
+        torch.save({name: p.detach().float().clone() for name, p in model.named_parameters()}, keep / f"{dist.get_rank() if dist.is_initialized() else 0}.pt")
+    return losses
+
+
+def whole(model: Any) -> Any:
+    """A context in which DeepSpeed's stage 3 has its parameters whole."""
+    if not any(hasattr(p, "ds_id") for p in model.parameters()):
+        return nullcontext()
+    import deepspeed
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 def trace(run: Any, keep: Path) -> None:
@@ -102,16 +130,24 @@ def gradients(prepared: Any) -> dict[str, Any]:
             dist.all_gather_into_tensor(whole, shard.grad)
             flats[shard.untyped_storage().data_ptr()] = whole
     found = {}
+    spread = {id(p): module.group for module in model.modules() if isinstance(module, Experts) and module.group is not None for p in module.parameters()}
     for name, p in model.named_parameters():
         name = model.name_in_model(name) if isinstance(model, Stages) else name
         if isinstance(p.grad, DTensor):
             found[name] = p.grad.full_tensor()
+            if id(p) in spread:
+                parts = [torch.empty_like(found[name]) for _ in range(dist.get_world_size(spread[id(p)]))]
+                dist.all_gather(parts, found[name], group=spread[id(p)])
+                found[name] = torch.cat(parts)
         elif p.grad is not None:
             found[name] = p.grad.clone()
         else:
             start = p.storage_offset()
             found[name] = flats[p.untyped_storage().data_ptr()][start:start + p.numel()].view(p.shape).clone()
     return found
+
+
+WHAT: dict[str, Any] = {"seen": seen, "seen last": seen_last, "learn": learn, "arrive": arrive, "overflow": overflow, "trace": trace}
 
 
 def main() -> None:
@@ -122,7 +158,7 @@ def main() -> None:
     for number, (name, (what, given)) in enumerate(json.loads(cases).items()):
         keep = folder / str(number)
         keep.mkdir(exist_ok=True)
-        results[name] = {"number": number, "result": {"seen": seen, "learn": learn, "overflow": overflow, "trace": trace}[what](build_run(**given), keep)}
+        results[name] = {"number": number, "result": WHAT[what](build_run(**given), keep)}
     if int(rank) == 0:
         (folder / "out.json").write_text(json.dumps(results))
     dist.barrier()
