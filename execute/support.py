@@ -114,14 +114,14 @@ def _deepspeed(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.optimizer", r.optimizer.name, "execute gives DeepSpeed PyTorch's optimizers.", "Use adamw.")
     if not p.overlap_grad_reduce and p.zero == 3:
         yield PlanError("plan.overlap_grad_reduce", False, "execute performs DeepSpeed's stage 3 as shipped.", "Use overlap_grad_reduce = true.")
-    for field, asked, fix in (("recipe.compile", r.compile, "compile = false"), ("recipe.cuda_graphs", r.cuda_graphs, "cuda_graphs = false"),
-                              ("recipe.expand_kv", r.expand_kv, "expand_kv = false"),
-                              ("recipe.grad_accum_fusion", r.grad_accum_fusion, "grad_accum_fusion = false"),
-                              ("recipe.zero_set_to_none", not r.zero_set_to_none, "zero_set_to_none = true"),
-                              ("plan.sync_each_micro_batch", p.sync_each_micro_batch and p.zero == 1, "sync_each_micro_batch = false"),
-                              ("plan.tp", p.tp > 1, "tp = 1"), ("plan.pp", p.pp > 1, "pp = 1")):
-        if asked:
-            yield PlanError(field, True, "execute does not do this with DeepSpeed.", f"Use {fix}.")
+    for field, value, plain in (("recipe.compile", r.compile, False), ("recipe.cuda_graphs", r.cuda_graphs, False), ("recipe.expand_kv", r.expand_kv, False),
+                                ("recipe.grad_accum_fusion", r.grad_accum_fusion, False), ("recipe.zero_set_to_none", r.zero_set_to_none, True),
+                                ("plan.sync_each_micro_batch", p.sync_each_micro_batch and p.zero == 1, False),
+                                *((f"plan.{axis}", getattr(p, axis), 1) for axis in ("tp", "pp", "cp", "ep"))):
+        if value != plain:
+            yield PlanError(field, value, "execute does not do this with DeepSpeed.", f"Use {field.rpartition('.')[2]} = {str(plain).lower()}.")
+    if run.model.moe is not None:
+        yield PlanError("model.moe", True, "execute does not give DeepSpeed mixtures of experts.", "Use a dense model, or framework = pytorch.")
     if p.zero >= 2 and not p.sync_each_micro_batch:
         yield PlanError("plan.sync_each_micro_batch", False, f"DeepSpeed's stage {p.zero} reduces gradients of every micro-batch.",
                         "Use sync_each_micro_batch = true.")
