@@ -36,7 +36,7 @@ def mixture(w: "Walk", x: Value) -> Value:
     if w.tp.megatron:
         y = _among_all(w, ep, x, n * moe.top_k) if ep.gathers else _summed(w, _megatron_rows(w, ep, x, n * moe.top_k), n)
     else:
-        weights = _sorted_share(w, share)
+        weights = _sorted_share(w, ep, share)
         y = _summed(w, _weighted_rows(w, ep, x, weights, n * moe.top_k), n)
     if moe.shared_ffn:
         y = w.add(y, w.feed_forward(x, "shared", moe.shared_ffn // w.tp.t, False), "shared.sum")
@@ -60,14 +60,18 @@ def _route(w: "Walk", x: Value, n: int, experts: int, k: int) -> Value:
         share = tape.value("router.share", n * k, "fp32")
         tape.record("router.normalise", "memory", (top,), (share,), saved=(top,), extra=(Tensor("router.sum", "activations", n * 4),),
                     nbytes=5.0 * top.nbytes, kernels=2, backs=(Back("grad", "memory", 0, nbytes=8.0 * top.nbytes, kernels=6),))
-    order = tuple(Tensor(name, "activations", n * k * INDEX) for name in ("router.order", "router.token"))
-    tape.record("router.sort", "memory", (), (), extra=order, nbytes=8.0 * chosen.nbytes, kernels=7, temp_bytes=n * k * INDEX)
+    assert w.ep is not None
+    order = [Tensor(name, "activations", n * k * INDEX) for name in ("router.order", "router.token")]
+    if w.ep.capacity is not None:  # the rows' slots, of which one more takes what is dropped, beside the tokens of the slots
+        order = [order[0], Tensor("router.slot", "activations", n * k * INDEX), Tensor("router.token", "activations", (w.ep.sent(n * k) + 1) * INDEX)]
+    tape.record("router.sort", "memory", (), (), extra=tuple(order), nbytes=8.0 * chosen.nbytes, kernels=7 if w.ep.capacity is None else 14,
+                temp_bytes=n * k * INDEX)
     return share
 
 
-def _sorted_share(w: "Walk", share: Value) -> Value:
-    """The shares in the order of the sorted rows, as the results are multiplied by them."""
-    y = w.tape.value("router.sorted", share.numel, "fp32")
+def _sorted_share(w: "Walk", ep: ExpertParallel, share: Value) -> Value:
+    """The shares in the order of the sorted rows, or of the slots, as the results are multiplied by them."""
+    y = w.tape.value("router.sorted", share.numel if ep.capacity is None else ep.sent(share.numel) + 1, "fp32")
     moved = float(2 * share.nbytes + share.numel * INDEX)
     w.tape.record("router.sorted", "memory", (share,), (y,), nbytes=moved, backs=(Back("grad", "memory", 0, nbytes=moved + share.nbytes, kernels=2),))
     return w.cast(y, w.n.act)
@@ -76,13 +80,14 @@ def _sorted_share(w: "Walk", share: Value) -> Value:
 def _weighted_rows(w: "Walk", ep: ExpertParallel, x: Value, weights: Value, routed: int) -> Value:
     """From tokens to the results of their experts times the router's weights, [n k, h], sorted by expert."""
     h, tape = w.run.model.hidden, w.tape
-    received = ep.received(routed)
+    received, routed = ep.received(routed), ep.sent(routed)
     if ep.hooks:
         tape.mark(ENTER)
     rows = _gathered(w, w.cast(x, w.n.act), "experts.rows", routed)
     if ep.n > 1:
-        tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
-        tape.record("experts.splits", "sync", (), ())
+        if ep.capacity is None:
+            tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
+            tape.record("experts.splits", "sync", (), ())
         rows = _exchanged(w, ep, rows, "experts.dispatched", routed * h, received * h)
         if ep.experts > 1:
             _index(w, received)
@@ -193,13 +198,15 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
     the next layer gets there: what running the micro-batches against each other (overlap_moe_expert_parallel_comm) hides at best.
     """
     h, tape, t = w.run.model.hidden, w.tape, w.tp.t
-    received = ep.received(routed)
-    tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
+    received, routed = ep.received(routed), ep.sent(routed)
+    if ep.capacity is None:
+        tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
     rows = _gathered(w, x, "experts.rows", routed)
     if ep.n > 1:
         if ep.event:
             tape.record("experts.earlier", "wait", (), (), kernels=0, event=ep.event)
-        tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
+        if ep.capacity is None:
+            tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
         rows = _exchanged(w, ep, rows, "experts.dispatched", routed * h, received * h)
     rows = w.tp.enter(w, rows, "experts")
     sorts = ep.n * t > 1 and ep.experts > 1

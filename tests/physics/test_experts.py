@@ -113,6 +113,13 @@ def test_the_busiest_rank_is_the_fullest_and_the_mean_rank_has_the_even_share() 
     assert (kept[1] + 3 * kept[2]) / 4 == pytest.approx(kept[0], rel=1e-3)
 
 
+def test_a_capacity_factor_pads_every_expert_to_its_slots() -> None:
+    """arXiv 2006.16668, section 3.2: 64 tokens x 2 of 8 experts are 16 rows each; 1.25 of them 20: 160 rows travel for 128, and no counts."""
+    role = step(MIXTURE, 8, plan={"zero": 3, "ep": 4}, precision="fp32", moe_capacity_factor=1.25).roles[0]
+    moved = [c for c in role.collectives or () if c.kind == "all-to-all"]
+    assert {(c.dtype, c.message_bytes, c.out_bytes) for c in moved} == {("fp32", 160 * H * 4, 160 * H * 4)}
+
+
 def test_a_skewed_exchange_takes_as_long_as_the_larger_side() -> None:
     many = {**MIXTURE, "moe": {"experts": 16, "top_k": K, "expert_ffn": F}}
 
@@ -174,7 +181,8 @@ def test_overlapped_exchanges_hide_behind_compute() -> None:
 
 @pytest.mark.parametrize(("field", "given"), [
     ("plan.ep", {"plan": {"ep": 2}}), ("plan.ep", {"plan": {"zero": 3, "ep": 2, "pp": 2}}), ("plan.tp", {"plan": {"zero": 3, "tp": 2}}),
-    ("plan.sequence_parallel", {"plan": {**MEGATRON, "tp": 2}}), ("recipe.moe_capacity_factor", {"recipe": {"moe_capacity_factor": 1.25}}),
+    ("plan.sequence_parallel", {"plan": {**MEGATRON, "tp": 2}}),
+    ("recipe.moe_capacity_factor", {"plan": {**MEGATRON, "ep": 2, "ep_dispatcher": "allgather"}, "recipe": {"moe_capacity_factor": 1.25}}),
     ("plan.framework", {"plan": {"framework": "deepspeed", "zero": 1}}), ("plan.ep", {"plan": {"zero": 3, "ep": 3}, "cluster": {"gpus": 6}}),
     ("recipe.moe_imbalance", {"plan": {"zero": 3, "ep": 2}, "recipe": {"moe_imbalance": 3.0}}),
     ("model.moe.expert_bias", {"model": {**MIXTURE, "moe": {**MIXTURE["moe"], "expert_bias": True}}})])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from costmodel.program.ir import Comm
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 from costmodel.spec.parameters import Param
-from costmodel.spec.routing import busiest_rows
+from costmodel.spec.routing import busiest_rows, slots
 
 AXIS, REPLICAS = "ep", "edp"
 """Ranks that share the experts; ranks that have the same ones."""
@@ -39,7 +39,7 @@ def local_expert(p: Param, ep: int, t: int) -> Param:
 class ExpertParallel:
     """What one rank of an ep group holds and gets; with ep = 1 it sends nothing."""
 
-    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "gathers")
+    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "gathers", "capacity")
 
     def __init__(self, run: Run, *, busiest: bool = True) -> None:
         assert run.model.moe is not None
@@ -49,6 +49,8 @@ class ExpertParallel:
         self.top_k = run.model.moe.top_k
         self.imbalance = run.recipe.moe_imbalance
         self.busiest = busiest
+        self.capacity = run.recipe.moe_capacity_factor
+        """Slots of each expert over the even share; None: no token is dropped, and nobody knows how many rows come."""
         self.gathers = run.plan.ep_dispatcher == "allgather"
         """Every rank gets all tokens of the group instead of the rows for its experts."""
         self.event = "experts" if run.plan.ep_overlap and self.n > 1 else ""
@@ -56,10 +58,14 @@ class ExpertParallel:
         self.hooks = self.n > 1 and run.plan.framework == "pytorch"
         """The strategy gathers and reduces the experts' weights apart from the layer's."""
 
+    def sent(self, rows: int) -> int:
+        """Rows that this rank sends to experts, of `rows` that the router chose: all of them, or as many as there are slots."""
+        return rows if self.capacity is None else self.experts * self.n * slots(rows, self.experts * self.n, self.capacity)
+
     def received(self, rows: int) -> int:
         """Rows for this rank's experts, of the whole group, where each rank routes `rows` of them."""
-        if self.n == 1:
-            return rows
+        if self.n == 1 or self.capacity is not None:
+            return self.sent(rows)
         first = busiest_rows(rows, self.n, self.imbalance)
         return self.n * first if self.busiest else -(-self.n * (rows - first) // (self.n - 1))
 
@@ -93,8 +99,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (m.moe.shared_experts > 0 and not m.moe.shared_ffn, "model.moe.shared_ffn", 0, "shared experts without their width",
              "Use shared_ffn = shared_experts x the width of one."),
             (p.framework == "deepspeed", "plan.framework", p.framework, f"{word} in this dialect", "Use framework = pytorch or megatron."),
-            (r.moe_capacity_factor is not None, "recipe.moe_capacity_factor", r.moe_capacity_factor, "tokens dropped or padded to a capacity",
-             "Leave moe_capacity_factor out: no token is dropped."),
+            (r.moe_capacity_factor is not None and p.ep_dispatcher == "allgather", "recipe.moe_capacity_factor", r.moe_capacity_factor,
+             "capacities with the all-gather dispatcher", "Use ep_dispatcher = alltoall."),
             (pytorch and p.tp > 1, "plan.tp", p.tp, f"{word} under PyTorch's tensor parallelism", "Use tp = 1, or framework = megatron."),
             (pytorch and p.ep > 1 and p.zero != 3, "plan.ep", p.ep, "PyTorch's expert parallelism without FSDP", "Use zero = 3, or ep = 1."),
             (pytorch and p.ep > 1 and p.pp > 1, "plan.ep", p.ep, "PyTorch's expert parallelism in a pipeline", "Use pp = 1, ep = 1, or framework = megatron."),
