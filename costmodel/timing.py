@@ -9,7 +9,7 @@ from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
 from costmodel.program.ir import BlockCounts, Part, block_counts
-from costmodel.program.schedule import BACKWARD, FORWARD, Slot, linear_order, micro_class, pace
+from costmodel.program.schedule import Slot, linear_order, micro_class, pace, passes, rank_of
 from costmodel.program.stages import PipelineRank
 from costmodel.report import TimeReport
 from costmodel.simulate import Clocks, Scan, step_time
@@ -92,10 +92,10 @@ def tail_of(clocks: Clocks) -> tuple[float, str]:
 def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, seconds: Callable[[int, Part], float]) -> tuple[list[float], list[float]]:
     """The schedule of a run's micro-batches, given the seconds of a slot on a rank: when each rank is done, and the end of every action by its index."""
     p, m = run.plan, run.micro_batches
-    stages = p.pp * p.virtual_stages
+    what = [(kind, s, rank_of(p.schedule, s, p.pp)) for kind, s in passes(p.schedule, p.pp * p.virtual_stages)]
     durations: dict[str, list[float]] = {}
     for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [seconds(s % p.pp, ranks[s % p.pp].part(Slot(kind, s, name))) for s in range(stages) for kind in (FORWARD, BACKWARD)]
+        durations[name] = [seconds(rank, ranks[rank].part(Slot(kind, s, name))) for kind, s, rank in what]
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)

@@ -36,9 +36,13 @@ ORACLES = {
     "papers' layers": Oracle("activations, messages and bubbles of arXiv 1909.08053, 2205.05198 and 2104.04473", "tests/physics/test_tensor_and_pipeline.py"),
     "papers' experts": Oracle("shards, messages and routed copies of arXiv 2006.16668 and 2401.04088, counted by hand", "tests/physics/test_experts.py"),
     "published runs": Oracle("memory and time of published runs", "docs/accuracy.md"),
+    "torch's code": Oracle("counts by hand of what torch.nn.DataParallel's code does, and a published comparison with DDP",
+                           "tests/physics/test_dataparallel.py"),
     "real ranks": Oracle("real tensors, byte by byte: one process, or two ranks under gloo", "tests/execute/test_real_runs.py"),
     "its dry run": Oracle("the dry run of the same rank, byte by byte, on a CPU", "tests/execute/test_solo.py"),
     "one process": Oracle("gradients and losses of one process with the same batch", "tests/execute/test_same_mathematics.py"),
+    "real job": Oracle("DeepSpeed's own ranks under gloo: states and messages exactly, the peak within 5%; losses and parameters of one process",
+                       "tests/execute/test_deepspeed.py"),
     "record": Oracle("a record of such a job on GPUs", "benchmarks"),
     "untried": Oracle("nothing yet: the code is the same as under gloo, but nobody has run it on several GPUs", "docs/executing.md"),
 }
@@ -69,14 +73,14 @@ MEGATRON = {"framework": "megatron"}
 PIPED = {"grad_accum": 4, **PURE}
 ROWS = (
     Row("single", "PyTorch", {"strategy": "single"}, gpus=1, gloo=("real ranks",)),
-    Row("dataparallel", "PyTorch", {"strategy": "dataparallel"}),
+    Row("dataparallel", "PyTorch", {"strategy": "dataparallel"}, ("torch's code",)),
     Row("ddp", "PyTorch", {"strategy": "ddp"}),
     Row("ddp", "Megatron", {**MEGATRON, "zero": 0}, ("papers' bytes", "published runs")),
     Row("zero1", "PyTorch", {"strategy": "zero1"}, ("dry run", "papers' bytes")),
-    Row("zero1", "DeepSpeed", {"strategy": "zero1", "framework": "deepspeed"}, ("papers' bytes",)),
+    Row("zero1", "DeepSpeed", {"strategy": "zero1", "framework": "deepspeed"}, ("real job", "papers' bytes"), gloo=("real job",)),
     Row("zero2", "plain PyTorch", {"strategy": "zero2"}, ("dry run", "papers' bytes")),
-    Row("zero2", "DeepSpeed", {"strategy": "zero2", "framework": "deepspeed"}, ("papers' bytes",)),
-    Row("zero3", "DeepSpeed", {"strategy": "zero3", "framework": "deepspeed"}, ("papers' bytes", "published runs")),
+    Row("zero2", "DeepSpeed", {"strategy": "zero2", "framework": "deepspeed"}, ("real job", "papers' bytes"), gloo=("real job",)),
+    Row("zero3", "DeepSpeed", {"strategy": "zero3", "framework": "deepspeed"}, ("real job", "papers' bytes", "published runs"), gloo=("real job",)),
     Row("fsdp", "PyTorch (also called zero3)", {"strategy": "fsdp"}, ("dry run", "papers' bytes", "published runs")),
     Row("hsdp", "PyTorch", {"strategy": "hsdp", "dp_replicate": 2}, dry=()),
     Row("megatron-distributed-optimizer", "Megatron", {**MEGATRON, "zero": 1}, ("papers' bytes", "published runs")),
@@ -91,8 +95,17 @@ ROWS = (
     Row("pp", "PyTorch, interleaved", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "interleaved", "virtual_stages": 2}, dry=(), gpus=4,
         recipe=PIPED),
     Row("pp", "Megatron, 1F1B", {**MEGATRON, "zero": 1, "pp": 4}, ("papers' layers", "published runs"), recipe={"grad_accum": 4}),
-    Row("pp", "zero-bubble, bidirectional", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "zb-h1"}, gpus=4, recipe=PIPED),
-    Row("cp", "ring, Ulysses", {"strategy": "fsdp", "cp": 2}),
+    Row("pp", "PyTorch, zero-bubble (ZB-H1)", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "zb-h1"}, dry=(), gpus=4, recipe=PIPED),
+    Row("pp", "PyTorch, interleaved zero-bubble", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "interleaved-zb", "virtual_stages": 2}, dry=(), alone=(),
+        gpus=4, recipe=PIPED),
+    Row("pp", "PyTorch, ZBV", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "zbv"}, dry=(), gpus=4, recipe=PIPED),
+    Row("pp", "PyTorch, DualPipeV", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "dualpipev"}, dry=(), alone=(), gpus=4,
+        recipe={"grad_accum": 8, **PURE}),
+    Row("cp", "plain PyTorch, ring", {"strategy": "fsdp", "cp": 2}, gpus=2),
+    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, gpus=2),
+    Row("cp", "plain PyTorch, Ulysses", {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, gpus=2),
+    Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
+    Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
     Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
     Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
     Row("muon-distributed", "nanochat", {"framework": "nanochat", "zero": 2}, recipe={"optimizer": "muon"}),
@@ -166,7 +179,8 @@ def gpu_records() -> tuple[Record, ...]:
 def way(run: Run) -> tuple[Any, ...]:
     """What makes two plans the same way to spread a step."""
     p = run.plan
-    return p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel, p.schedule if p.pp > 1 else None, p.ep > 1
+    spread = p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel
+    return *spread, p.schedule if p.pp > 1 else None, p.cp_kind if p.cp > 1 else None, p.ep > 1
 
 
 def oracles_of(row: Row) -> tuple[tuple[str, ...], ...]:

@@ -4,8 +4,9 @@
 Parameters have the names, shapes and order of costmodel.spec.parameters.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,22 @@ ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tan
                "relu_squared": lambda x: F.relu(x).square(), "silu": F.silu}
 
 
+class Sequence(Protocol):
+    """A sequence that several ranks share (execute.strategies.context)."""
+
+    c: int
+    places: Callable[[], Tensor]
+    group: Any
+
+    def ready(self, *parts: Tensor) -> tuple[Tensor, ...]: ...
+    def attention(self, core: Any) -> Any: ...
+
+
 class Context:
-    """What every module needs to know: the description, the kernels, and how a recompute is marked."""
+    """What every module needs to know: the description, the kernels, how a recompute is marked, and who else has parts of a sequence."""
 
     def __init__(self, model: Model, recipe: Recipe, checkpointing: Checkpointing, kernels: Kernels, around: Around = nullcontext,
-                 expert_ranks: int = 1) -> None:
+                 sequence: Sequence | None = None, expert_ranks: int = 1) -> None:
         self.model = model
         self.expert_ranks = expert_ranks
         """Ranks over which the experts of a layer are spread."""
@@ -35,6 +47,9 @@ class Context:
         self.checkpointing = checkpointing
         self.kernels = kernels
         self.around = around
+        self.sequence = sequence
+        self.tokens = recipe.seq_len // (sequence.c if sequence else 1)
+        """Of each sequence, on this rank."""
         self.compute = DTYPES[recipe.precision.compute]
         selective = checkpointing.ops if checkpointing.mode == "selective" else ()
         self.recompute_attention = "attention" in selective
@@ -42,6 +57,10 @@ class Context:
 
     def dropout(self, x: Tensor) -> Tensor:
         return self.kernels.dropout(x, self.recipe.dropout)
+
+    def places(self) -> Tensor:
+        """Where in a sequence this rank's tokens stand."""
+        return self.sequence.places() if self.sequence else torch.arange(self.tokens)
 
 
 class Norm(nn.Module):
@@ -95,8 +114,11 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if m.positions == "rope":
             q, k = rotate(q, tables), rotate(k, tables)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         core = self.eager if context.recipe.attention == "eager" else self.fused
+        if context.sequence:
+            q, k, v = context.sequence.ready(q, k, v)
+            core = context.sequence.attention(core)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.recompute_attention:
             y = checkpoint(core, q, k, v, tables.mask, around=context.around, keep_rng=context.recipe.dropout > 0)
         else:
@@ -247,10 +269,12 @@ class Transformer(nn.Module):
                 self.final_norm = Norm(context, m.hidden)
             self.head = Head(m)
         if m.positions == "rope":
-            self.rotary_shape = r.seq_len, int(m.head_dim * m.rotary_fraction)
-            cos, sin = rotary_tables(*self.rotary_shape, context.compute)
+            self.rotary_width = int(m.head_dim * m.rotary_fraction)
+            cos, sin = rotary_tables(torch.arange(context.tokens), self.rotary_width, context.compute)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
+        if part.first and m.position_rows and context.sequence:
+            self.register_buffer("places", torch.empty(context.tokens, dtype=torch.int64), persistent=False)
         if r.attention == "eager" and r.causal:
             mask = torch.ones(r.seq_len, r.seq_len, dtype=torch.bool).triu(1)
             self.register_buffer("mask", mask, persistent=False)
@@ -276,7 +300,7 @@ class Transformer(nn.Module):
         m = self.context.model
         x = self.embedding(tokens)
         if m.position_rows:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+            x = x + self.positions(self.places if self.context.sequence else torch.arange(tokens.shape[1], device=tokens.device))
         if m.embedding_norm:
             x = self.embedding_norm(x)
         return self.context.dropout(x)
@@ -286,9 +310,11 @@ class Transformer(nn.Module):
         """Give the constant buffers their values (execute.weights draws the parameters)."""
         constants = dict(self.named_buffers(recurse=False))
         if "cos" in constants:
-            cos, sin = rotary_tables(*self.rotary_shape, self.context.compute)
+            cos, sin = rotary_tables(self.context.places(), self.rotary_width, self.context.compute)
             constants["cos"].copy_(cos)
             constants["sin"].copy_(sin)
+        if "places" in constants:
+            constants["places"].copy_(self.context.places())
         if "mask" in constants:
             constants["mask"].copy_(torch.ones_like(constants["mask"]).triu(1))
 
@@ -298,10 +324,10 @@ class Transformer(nn.Module):
         return x
 
 
-def rotary_tables(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, [tokens, 1, width] (arXiv 2104.09864; halves, as in Hugging Face's Llama)."""
+def rotary_tables(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles at these places, [tokens, 1, width] (arXiv 2104.09864; halves, as in Hugging Face's Llama)."""
     frequency = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = torch.arange(tokens, dtype=torch.float32)[:, None] * frequency
+    angles = places.float()[:, None] * frequency
     angles = torch.cat((angles, angles), -1)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -17,7 +17,7 @@ AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 def axis_groups(run: Run) -> dict[str, Group]:
     """The process group of every axis: its size, and the stride of its ranks in the rank order.
 
-    State shards over dp_shard x cp, so that axis spans both.
+    State shards over dp_shard x cp, so that axis spans both; where nothing is sharded, dp_replicate does, whose ranks average gradients.
     """
     p = run.plan
     sizes = {"tp": p.tp, "cp": p.cp, "dp_shard": p.dp_shard, "dp_replicate": p.dp_replicate, "pp": p.pp}
@@ -26,7 +26,7 @@ def axis_groups(run: Run) -> dict[str, Group]:
     for axis in AXIS_ORDER:
         if axis == "dp_shard":
             groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
-        elif axis == "dp_replicate" and p.dp_shard == 1 and p.cp > 1:
+        elif axis == "dp_replicate" and p.zero == 0 and p.cp > 1:
             groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
         else:
             groups[axis] = group_of(run.cluster, sizes[axis], stride)
@@ -64,6 +64,9 @@ class RunPrices:
             self.launch["optimizer"] = profile.value(eager["optimizer"]) * multiplier
         else:
             self.launch = {phase: profile.value(key) * multiplier for phase, key in eager.items()}
+        if run.plan.single_process:  # threads that share one interpreter launch forwards one after the other; backward has a C++ thread per GPU
+            for phase in ("forward", "recompute"):
+                self.launch[phase] *= run.plan.dp
         self.collective_host_s = profile.value("host.collective_s") * multiplier
         which = {"foreach": "foreach_s", "fused": "fused_s", "for-loop": "for_loop_s"}[r.optimizer.implementation]
         self.per_tensor_s = profile.value(f"host.optimizer.{which}") * multiplier

@@ -7,7 +7,8 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 from dataclasses import dataclass
 
 from costmodel.program.experts import mixture
-from costmodel.program.ir import Tensor
+from costmodel.program.ir import Comm, Tensor
+from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
 from costmodel.program.tape import Back, Inner, Tape, Value
@@ -69,8 +70,8 @@ def resolved_attention(run: Run) -> str:
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
-    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "heads", "kv_heads", "ffn", "vocab",
-                 "cached", "cached_flops", "matmuls", "ep")
+    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
+                 "vocab", "cached", "cached_flops", "matmuls")
 
     def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES)
@@ -81,6 +82,7 @@ class Walk:
         self.tokens = self.batch * self.seq
         """Tokens inside the blocks."""
         self.tp = TensorParallel(run)
+        self.cp = ContextParallel(run)
         self.rows = self.tokens // self.tp.t if self.tp.sp else self.tokens
         """Tokens of the residual stream on this rank."""
         m, t = run.model, self.tp.t
@@ -294,8 +296,9 @@ class Walk:
         m, n = self.run.model, self.n
         h, qw, kw = m.hidden, self.heads * m.head_dim, self.kv_heads * m.head_dim
         x = self.tp.enter(self, x, "attention")
-        if m.fused_qkv or self.tp.megatron:
-            copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math")
+        fused = m.fused_qkv or self.tp.megatron
+        if fused:
+            copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math") or self.cp.c > 1
             q, k, v = self.fused_linear(x, "attention.qkv", (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)), m.qkv_bias, copied=copied)
         else:
             q = self.linear(x, "attention.q", qw, h, m.qkv_bias)
@@ -307,7 +310,7 @@ class Walk:
         if m.positions == "rope":
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
-        q, k, v = (self.cast(t, n.act) for t in (q, k, v))
+        q, k, v = (self.cast(t, n.act) for t in self.cp.contiguous(self, (q, k, v), fused=fused))
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
         chk = self.run.plan.checkpointing
@@ -332,13 +335,17 @@ class Walk:
                 view.own_bytes = 0
             views[-1].own_bytes = total
         backs = tuple(b if b.apart else b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
-        cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total)
+        cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total, joins=True)
         self.tape.record(node.name, node.kind, node.inputs, views, saved=node.saved, extra=node.extra, backs=(cat, *backs),
                          flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)
         return views
 
     def attention_core(self, q: Value, k: Value, v: Value) -> Value:
-        """From queries, keys and values to the heads' outputs."""
+        """From queries, keys and values to the heads' outputs, of the whole sequence where its ranks share it."""
+        return self.cp.attention(self, q, k, v, self.local_attention)
+
+    def local_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """Attention over what is here."""
         if self.n.attention in ("eager", "math"):
             return self.eager_attention(q, k, v)
         out = self.flash_attention(q, k, v)
@@ -484,8 +491,10 @@ def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
     out: list[Tensor] = []
     if m.positions == "rope" and m.rotary_fraction:
         out.append(Tensor("rotary tables", "framework", 2 * s * int(m.head_dim * m.rotary_fraction) * DTYPE_BYTES[numbers.act]))
+    if m.position_rows and run.plan.cp > 1 and run.plan.framework == "pytorch":
+        out.append(Tensor("positions of this rank's tokens", "framework", 8 * s))
     if numbers.attention == "eager" and run.recipe.causal:
-        out.append(Tensor("attention mask", "framework", s * s))
+        out.append(Tensor("attention mask", "framework", run.recipe.seq_len ** 2))
     return tuple(out)
 
 
@@ -543,7 +552,7 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
         rows = local_param(Param("positions.weight", (m.position_rows, m.hidden)), w.tp.t, run.plan.framework)
         at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
         w.tape.record("positions", "memory", (), (at,), nbytes=2.0 * at.nbytes, dtype=dtype,
-                      extra=(Tensor("positions.index", "activations", w.seq * 8),),
+                      extra=() if w.cp.c > 1 else (Tensor("positions.index", "activations", w.seq * 8),),
                       backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param,
                                   grad_numel=w.tp.lookup(rows, m.position_rows)),))
         if not w.tp.megatron:
@@ -580,10 +589,44 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
         name = "embedding" if m.tied_embeddings else "head"
         logits = w.linear(w.tp.enter(w, y, "head"), name, w.vocab, m.hidden, m.head_bias)
         logits = w.tp.gather_logits(w, logits)
+        alone = run.plan.single_process and run.plan.dp > 1
+        if alone:
+            logits = _gathered(w, logits)
         loss = _cross_entropy(w, logits, r.loss == "bf16")
-        kept = (logits,) if run.plan.pp > 1 and run.plan.framework == "pytorch" else ()
+        kept = (logits,) if alone or (run.plan.pp > 1 and run.plan.framework == "pytorch") else ()
     y.last_use = len(w.tape.nodes) - 1
     return Unit(w.tape, x, loss, w.matmul_flops, 0.0, w.weights_cast, kept)
+
+
+def replica_head_unit(run: Run, numbers: Numbers) -> Unit:
+    """Final norm and output matrix on one of DataParallel's other GPUs, whose logits go to GPU 0 and whose gradient comes from there."""
+    m = run.model
+    w = Walk(run, numbers)
+    x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
+    y = w.norm(x, "final_norm", m.hidden) if m.final_norm else x
+    logits = w.linear(y, "embedding" if m.tied_embeddings else "head", w.vocab, m.hidden, m.head_bias)
+    sent = w.tape.value("loss", 1, "fp32")
+    sends, receives = _moved(w, logits)
+    w.tape.record("gather logits", "collective", (logits,), (sent,), comm=sends, dtype=logits.dtype, kernels=0,
+                  backs=(Back("scatter", "collective", 0, comm=receives, dtype=logits.dtype),))
+    y.last_use = len(w.tape.nodes) - 1
+    return Unit(w.tape, x, sent, w.matmul_flops, 0.0, w.weights_cast)
+
+
+def _gathered(w: Walk, logits: Value) -> Value:
+    """The logits of all GPUs on GPU 0; in backward its own part of their gradient is a view."""
+    whole = w.tape.value("logits of all", w.run.plan.dp * logits.numel, logits.dtype)
+    sends, receives = _moved(w, logits)
+    w.tape.record("gather logits", "collective", (logits,), (whole,), comm=sends, dtype=logits.dtype, kernels=0,
+                  backs=(Back("scatter", "collective", None, comm=receives, dtype=logits.dtype), Back("own", "memory", 0, alias=True)))
+    return whole
+
+
+def _moved(w: Walk, logits: Value) -> tuple[Comm, Comm]:
+    """DataParallel's gather of the logits to GPU 0, and the scatter of their gradient."""
+    n = w.run.plan.dp
+    return (Comm("dp_replicate", "gather", n * logits.nbytes, logits.nbytes, n * logits.nbytes, logits.dtype, n),
+            Comm("dp_replicate", "scatter", n * logits.nbytes, n * logits.nbytes, logits.nbytes, logits.dtype, n))
 
 
 def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:

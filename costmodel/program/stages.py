@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
+from costmodel.program.actions import FORWARD, INPUT, WEIGHT
 from costmodel.program.build import Builder, Program, refuse, strategy_of
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import Block, Comm, Op, Part, RankProgram, Seq, Tensor, seq
 from costmodel.program.layers import batch_tensors, constant_tensors, numbers_of
 from costmodel.program.parallel.base import HEAD, LAYER
-from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, stages_of
-from costmodel.program.schedule import FORWARD, Slot, slot_counts, slot_pattern
+from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, local, stages_of
+from costmodel.program.schedule import Slot, rank_of, rank_order, slot_counts, slot_pattern
+from costmodel.program.split import input_slot, weight_slot
+from costmodel.program.zerobubble import SPLIT, left_over
 from costmodel.spec import DTYPE_BYTES, Run
 
 
@@ -33,6 +36,8 @@ class PipelineRank:
 
 def _part(builders: dict[int, Builder], slot: Slot) -> Seq:
     builder = builders[slot.stage]
+    if slot.kind in (INPUT, WEIGHT):
+        return (input_slot if slot.kind == INPUT else weight_slot)(builder, slot.micro)
     return builder.forward_slot(slot.micro) if slot.kind == FORWARD else builder.backward_slot(slot.micro)
 
 
@@ -41,10 +46,10 @@ def build_pipeline(run: Run) -> Program:
     refuse(run)
     p, numbers, m = run.plan, numbers_of(run), run.micro_batches
     like: Builder | None = None
-    kinds: dict[tuple[int, bool, bool], Builder] = {}
+    kinds: dict[tuple[object, ...], Builder] = {}
     by_stage: dict[int, Builder] = {}
     for stage in stages_of(run):
-        key = stage.layers, stage.first, stage.last
+        key = stage.layers, stage.first, stage.last, local(run, stage.number), local(run, stage.number + 1)
         if key not in kinds:
             inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last)
             strategy = strategy_of(run, numbers, inventory)
@@ -55,7 +60,7 @@ def build_pipeline(run: Run) -> Program:
         by_stage[stage.number] = kinds[key]
     assert like is not None
     ranks, roles = [], []
-    around: dict[tuple[int, ...], tuple[Seq, Seq, Seq, Seq]] = {}
+    around: dict[tuple[object, ...], tuple[Seq, Seq, Seq, Seq]] = {}
     same: dict[tuple[tuple[int, int], ...], Seq] = {}
     """Sequences by the identity of their parts, so that equal ones are one object and are read once."""
 
@@ -72,11 +77,14 @@ def build_pipeline(run: Run) -> Program:
         return one(out)
 
     for r in range(p.pp):
-        mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
+        mine = {s: b for s, b in by_stage.items() if rank_of(p.schedule, s, p.pp) == r}
         order = p.schedule, p.pp, p.virtual_stages, m, r
-        alike = tuple(id(b) for b in mine.values())
+        sent = tuple(sum(n for slot, n in slot_counts(*order) if slot.kind == INPUT and slot.stage == s) for s in mine)
+        over = left_over(rank_order(*order)) if p.schedule in SPLIT else {}
+        left = tuple("" if s == 0 else over.get(s, "") for s in mine)
+        alike = *(id(b) for b in mine.values()), *sent, *left
         if alike not in around:
-            around[alike] = (_before(run, mine, False), _after(run, mine, False), _before(run, mine, True), _after(run, mine, True))
+            around[alike] = (_before(run, mine, sent), _after(run, mine, left, False), _before(run, mine, None), _after(run, mine, left, True))
         before, after, first_before, first_after = around[alike]
         counts: dict[int, tuple[Seq, int]] = {}
         for slot, n in slot_counts(*order):
@@ -88,7 +96,8 @@ def build_pipeline(run: Run) -> Program:
         role = f"pipeline rank {r}"
         step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
         ranks.append(PipelineRank(mine, before, after, parts, slot_pattern(*order)[-1][0][-1]))
-        roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
+        ranks_of = run.cluster.gpus // p.pp
+        roles.append(RankProgram(role, ranks_of, r * ranks_of + like.strategy.first_rank, tuple(_persistent(run, mine)), step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())
     whole = inventory_of(run)
@@ -117,17 +126,19 @@ def _persistent(run: Run, mine: dict[int, Builder]) -> list[Tensor]:
     return out
 
 
-def _before(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
-    inputs = Block("batch", "forward", (Op("batch", "host", kernels=0, allocs=_inputs(run, mine)),))
-    return seq(*(b.begin(first) for b in mine.values()), inputs)
+def _before(run: Run, mine: dict[int, Builder], sent: tuple[int, ...] | None) -> Seq:
+    """The step begins; `sent`: how many gradients each stage sent in a first pass of the step before, None where there was none."""
+    left = () if sent is None else tuple(t for b, n in zip(mine.values(), sent, strict=True) for t in b.links.sent_gradients(n))
+    inputs = Block("batch", "forward", (Op("batch", "host", kernels=0, allocs=_inputs(run, mine), frees=left),))
+    return seq(*(b.begin(sent is None) for b in mine.values()), inputs)
 
 
-def _after(run: Run, mine: dict[int, Builder], first: bool) -> Seq:
-    """Reduce what waits for the last micro-batch, sum a tied embedding's gradient, update."""
+def _after(run: Run, mine: dict[int, Builder], left: tuple[str, ...], first: bool) -> Seq:
+    """Reduce what waits for the last micro-batch, sum a tied embedding's gradient, update. `left`: what each stage's last second pass left over."""
     parts: list[Part | tuple[Part, int]] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=(
         *_inputs(run, mine), *(t for b in mine.values() for t in b.links.at_end(b.kept_output())))),))]
-    for b in mine.values():
-        parts += [(Block("stage", "backward", tuple(ops)), n) for ops, n in b.strategy.after_micro_batches()]
+    for b, word in zip(mine.values(), left, strict=True):
+        parts += [(Block("stage", "backward", tuple(ops)), n) for ops, n in b.strategy.after_micro_batches(word)]
     ends = _ends(run, mine)
     if run.model.tied_embeddings and any(ends):
         b = next(iter(mine.values()))

@@ -75,6 +75,8 @@ class Back(NamedTuple):
     """Computes an activation a second time."""
     apart: bool = False
     """A node of its own that runs next: what this node kept is released before it."""
+    joins: bool = False
+    """Makes one gradient of those of several outputs, of `temp_bytes`; the kernels that follow work on it."""
 
 
 class Node(NamedTuple):
@@ -95,10 +97,10 @@ class Node(NamedTuple):
     kernels: int
     temp_bytes: int
     comm: Comm | None
-    event: str = ""
-    """collective: what it signals when done, without being waited for; wait: what is waited for."""
     inner: "Inner | None" = None
     """Ops of its own that are checkpointed: they run in forward without saving, and again before their backward."""
+    event: str = ""
+    """collective: what it signals when done, without being waited for; wait: what is waited for."""
 
 
 class Inner(NamedTuple):
@@ -149,7 +151,7 @@ class Tape:
             v.last_use = max(v.last_use, index)
         for v in saved:
             v.saves += 1
-        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, event))
+        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
 
     def mark(self, name: str) -> None:
         """A place where a strategy acts, in forward and in backward."""
@@ -231,11 +233,11 @@ class Tape:
         return len(self.nodes)
 
     @staticmethod
-    def _summed(v: Value, grad: "_Grad", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "_Grad":
+    def summed(v: Value, grad: "Gradient", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "Gradient":
         """The complete gradient of a value, after the collective that it needs."""
         if v.grad_comm is None:
             return grad
-        made, name = _Grad(grad.name, grad.nbytes), f"{v.name}.grad.all_reduce"
+        made, name = Gradient(grad.name, grad.nbytes), f"{v.name}.grad.all_reduce"
         if v.grad_in_place and grad.refs == 1:
             ops.append(Op(name, "collective", dtype=v.dtype, comm=v.grad_comm))
         else:
@@ -246,14 +248,14 @@ class Tape:
             _run_beside(ops, beside)
         return made
 
-    def _inner_backward(self, node: Node, inner: Inner, grads: "dict[int, _Grad]", frees: tuple[Tensor, ...]) -> "list[Op | GradReady]":
+    def _inner_backward(self, node: Node, inner: Inner, grads: "dict[int, Gradient]", frees: tuple[Tensor, ...]) -> "list[Op | GradReady]":
         """A checkpointed stretch: forward again, saving, then its backward; the gradients of its inputs stay for the caller."""
         again = [op._replace(again=True) for op in inner.tape.forward((), until=inner.tape.recompute_until)]
         ops: list[Op | GradReady] = [*again, *inner.tape.backward(inner.exit)]
         if frees:
             _free_after(ops, 0, len(ops), list(frees), node.name)
         for v in node.inputs:
-            made = _Grad(f"grad:{v.name}", v.nbytes)
+            made = Gradient(f"grad:{v.name}", v.nbytes)
             assert id(v) not in grads, "an input of a checkpointed stretch has one use"
             grads[id(v)] = made
         return ops
@@ -264,13 +266,13 @@ class Tape:
         The gradient of `entry` stays for the caller; `free_entry` says that the unit's input is released with its last use
         here (it was kept for this unit alone).
         """
-        grads: dict[int, _Grad] = {}
+        grads: dict[int, Gradient] = {}
         if output.grad:
-            grads[id(output)] = _Grad(f"grad:{output.name}", output.nbytes)
+            grads[id(output)] = Gradient(f"grad:{output.name}", output.nbytes)
             if not owned:
                 grads[id(output)].refs += 1
         remaining = {id(v): v.saves for node in self.nodes for v in node.saved}
-        pending = _param_uses(self.nodes)
+        pending = param_uses(self.nodes)
         ops: list[Op | GradReady] = []
         beside: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
@@ -282,7 +284,7 @@ class Tape:
             if beside and not sends and not any(v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside
                 beside = []
-            out_grads = [self._summed(v, grads.pop(id(v)), ops, beside) for v in node.outputs if id(v) in grads]
+            out_grads = [self.summed(v, grads.pop(id(v)), ops, beside) for v in node.outputs if id(v) in grads]
             split = -1
             frees: list[Tensor] = []
             kept = node.extra
@@ -321,13 +323,13 @@ class Tape:
                         source.refs += 1
                         made = source
                     else:
-                        made = _Grad(f"grad:{target.name}", target.nbytes)
+                        made = Gradient(f"grad:{target.name}", target.nbytes)
                         allocs.append(Tensor(made.name, "temporaries", made.nbytes))
                     old = grads.get(id(target))
                     if old is None:
                         grads[id(target)] = made
                     else:
-                        meetings.append(_meet(grads, target, old, made))
+                        meetings.append(meet(grads, target, old, made))
                 elif back.gives is not None:
                     param = back.gives
                     nbytes = (back.grad_numel or param.numel) * self.element_bytes[back.dtype]
@@ -356,7 +358,7 @@ class Tape:
         return ops + beside
 
 
-class _Grad:
+class Gradient:
     """A gradient buffer of the engine; two tensors may share one."""
 
     __slots__ = ("name", "nbytes", "refs")
@@ -367,7 +369,7 @@ class _Grad:
         self.refs = 1
 
 
-def _param_uses(nodes: list[Node]) -> dict[str, int]:
+def param_uses(nodes: list[Node]) -> dict[str, int]:
     uses: dict[str, int] = {}
     for node in nodes:
         for back in node.backs:
@@ -376,7 +378,7 @@ def _param_uses(nodes: list[Node]) -> dict[str, int]:
     return uses
 
 
-def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op:
+def meet(grads: dict[int, Gradient], target: Value, old: Gradient, made: Gradient) -> Op:
     """Two gradients of one tensor are added: in place where the older buffer belongs to nobody else."""
     work = 3.0 * target.nbytes
     freed = [Tensor(made.name, "temporaries", made.nbytes)] if made.refs == 1 else []
@@ -385,7 +387,7 @@ def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op
     if old.refs == 1:
         return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype, frees=tuple(freed))
     old.refs -= 1
-    new = _Grad(f"grad:{target.name}", target.nbytes)
+    new = Gradient(f"grad:{target.name}", target.nbytes)
     grads[id(target)] = new
     return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype,
               allocs=(Tensor(new.name, "temporaries", new.nbytes),), frees=tuple(freed))

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""The device mesh of a run, with the axes that it uses: tp innermost, then dp_shard, dp_replicate, and pp outermost."""
+"""The device mesh of a run, with the axes that it uses: tp innermost, then dp_shard, dp_replicate, and pp outermost.
+
+cp lies between tp and the data-parallel axes and is a part of them: state is sharded over dp_shard x cp, or gradients averaged over dp_replicate x cp.
+"""
 
 from typing import Any
 
@@ -14,8 +17,10 @@ ORDER = ("pp", "dp_replicate", "dp_shard", "tp")
 def mesh_of(run: Run, device: str) -> DeviceMesh:
     """All axes above 1; and dp_shard where the plan shards parameters, whatever its degree."""
     p = run.plan
-    names = tuple(name for name in ORDER if getattr(p, name) > 1 or name == "dp_shard" and p.zero == 3)
-    return init_device_mesh(device, tuple(getattr(p, name) for name in names), mesh_dim_names=names)
+    sizes = {name: getattr(p, name) for name in ORDER}
+    sizes["dp_shard" if p.zero else "dp_replicate"] *= p.cp
+    names = tuple(name for name in ORDER if sizes[name] > 1 or name == "dp_shard" and p.zero == 3)
+    return init_device_mesh(device, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def expert_mesh_of(run: Run, device: str) -> DeviceMesh:

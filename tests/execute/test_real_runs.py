@@ -35,6 +35,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp views accumulate": {"strategy": "ddp", "gradient_as_bucket_view": True, "recipe": {"grad_accum": 2}},
     "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2", "bucket_mb": 2}, "fsdp": {"strategy": "fsdp"},
     "fsdp full checkpointing": {"strategy": "fsdp", "checkpointing": "full"},
+    "cp ring": {"strategy": "ddp", "cp": 2}, "cp ring fsdp": {"strategy": "fsdp", "cp": 2},
+    "cp all-gather fsdp": {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, "cp ulysses fsdp": {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"},
     "tp": {"strategy": "ddp", "tp": 2}, "tp sp loss": {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True},
     "pp 1f1b": {"strategy": "ddp", "pp": 2, "recipe": {"grad_accum": 2}},
     "pp gpipe": {"strategy": "ddp", "pp": 2, "schedule": "gpipe", "recipe": {"grad_accum": 2}},

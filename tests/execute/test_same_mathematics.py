@@ -1,6 +1,8 @@
 """Every way to spread a step computes what one process computes with the whole batch: gradients of the first step, losses of five."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +32,7 @@ class Case(NamedTuple):
     grad_accum: tuple[int, ...] = (1, 2)
     model: dict[str, Any] = LLAMA
     clip_norm: float = CLIPPED
-    recipe: dict[str, Any] = {}
+    recipe: Mapping[str, Any] = MappingProxyType({})
 
 
 TWO = {
@@ -42,6 +44,9 @@ TWO = {
                                                                      "reshard_after_forward": False}, (2,)),
     "gpt, fsdp, checkpointed": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), GPT),
     "gpt, zero1, unclipped": Case({"strategy": "zero1"}, (2,), GPT, 0.0),
+    "cp ring": Case({"strategy": "fsdp", "cp": 2}, (2,)), "cp all-gather": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, (1,)),
+    "cp ulysses": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, (1,)),
+    "gpt, cp ring, unbalanced, checkpointed": Case({"strategy": "zero1", "cp": 2, "cp_balance": False, "checkpointing": "full"}, (1,), GPT),
     "tp": Case({"strategy": "ddp", "tp": 2}), "tp, sequence and loss parallel": Case(
         {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True}, (2,)),
     "pp naive": Case({"strategy": "ddp", "pp": 2, "schedule": "naive"}, (2,)), "pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (1, 4)),
@@ -50,17 +55,24 @@ TWO = {
     "moe, fsdp x ep 2, slots for all": Case({"strategy": "fsdp", "ep": 2}, (1,), MIXTURE, recipe={"moe_capacity_factor": 2.0}),
     "moe, fsdp x ep 2, checkpointed": Case({"strategy": "fsdp", "ep": 2, "checkpointing": "full"}, (1,), MIXTURE),
     "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
+    "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
+        {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
+    "pp zbv": Case({"strategy": "ddp", "pp": 2, "schedule": "zbv"}, (4,)), "pp dualpipev": Case({"strategy": "ddp", "pp": 2, "schedule": "dualpipev"}, (4,)),
 }
 FOUR = {
     "ddp of 4": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,)), "zero1 of 4": Case({"strategy": "zero1"}, (1,)),
     "zero2 of 4": Case({"strategy": "zero2", "bucket_bytes": 8192}, (2,)), "fsdp of 4": Case({"strategy": "fsdp"}, (2,)),
     "hsdp 2 x 2": Case({"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2}), "fsdp 2 x tp 2": Case(
         {"strategy": "fsdp", "tp": 2, "sequence_parallel": True}, (2,)),
+    "cp 4 ring": Case({"strategy": "ddp", "cp": 4}, (1,)), "fsdp 2 x cp 2 ring": Case({"strategy": "fsdp", "cp": 2}, (1,)),
+    "pp 2 x cp 2 ulysses": Case({"strategy": "ddp", "pp": 2, "cp": 2, "cp_kind": "ulysses"}, (2,)),
     "moe, fsdp 4 x ep 2": Case({"strategy": "fsdp", "ep": 2}, (2,), MIXTURE), "moe, hsdp 2 x 2 x ep 2": Case(
         {"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2, "ep": 2}, (1,), MIXTURE),
     "moe, fsdp 4 x ep 2, cut by rows": Case({"strategy": "fsdp", "ep": 2}, (1,), {**MIXTURE, "moe": {**MIXTURE["moe"], "experts": 2, "top_k": 1}}),
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
+    "pp 2 x fsdp 2 zbv": Case({"strategy": "fsdp", "pp": 2, "schedule": "zbv"}, (4,)),
+    "pp 2 x tp 2 zb-h1": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "zb-h1", "sequence_parallel": True}, (2,)),
     "pp 2 x tp 2": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}, (2,)),
 }
 SCALED = ("ddp", "zero1", "zero2", "fsdp")

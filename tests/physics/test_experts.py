@@ -11,6 +11,7 @@ from steps import memory, sent, states, step
 
 from costmodel import PlanError, build_run, predict
 from costmodel.catalog.models import model
+from costmodel.explain import explain
 from costmodel.mesh import mesh_of
 from costmodel.spec.parameters import active_parameter_count
 
@@ -148,6 +149,17 @@ def test_megatrons_host_waits_for_the_router_in_both_passes_of_every_layer() -> 
         return time.host_s
 
     assert host(2) - host(4) == pytest.approx(L * 0.00017 * (E // 2 - E // 4), rel=0.05)
+
+
+@pytest.mark.parametrize("plan", [{"ep": 4}, {"ep": 4, "ep_overlap": True}, {"ep": 4, "cp": 2},
+                                  {"ep": 2, "tp": 2, "sequence_parallel": True, "pp": 2}], ids=str)
+def test_the_explanation_and_the_timeline_lay_out_what_is_predicted(plan: dict[str, Any]) -> None:
+    """The waits that a timeline finds on each axis are those of the report."""
+    run = build_run(model=MIXTURE, cluster={"gpus": 8, "gpu": "h100"}, plan={**MEGATRON, **plan}, recipe={"seq_len": T, "grad_accum": 2})
+    found = explain(run)
+    report = predict(run, scaling=False)
+    exposed = report.fullest.time.exposed_s if report.fullest.time else {}
+    assert sum(m.exposed_s for m in found.movements if m.axis == "ep") == pytest.approx(exposed.get("ep", 0.0), rel=0.02)
 
 
 def test_graphs_hide_most_of_that_wait() -> None:
