@@ -180,6 +180,12 @@ def test_the_all_gather_dispatcher_brings_every_token_of_the_group_to_every_rank
     assert found == {(phase, kind): (L, whole) for phase in ("forward", "backward") for kind in ("all-gather", "reduce-scatter")}
 
 
+def test_the_flex_dispatcher_sends_a_token_once_to_each_rank() -> None:
+    """Of 8 experts on 4 ranks two are drawn: with chance 1 in 7 both are on one rank, so 2 - 1/7 copies travel where the exchange sends 2."""
+    role = step(MIXTURE, 8, plan={**MEGATRON, "ep": 4, "ep_dispatcher": "flex"}, seq_len=448).roles[0]
+    assert {c.message_bytes for c in role.collectives or () if c.axis == "ep"} == {448 * 13 // 7 * H * 2}
+
+
 def test_overlapped_exchanges_hide_behind_compute() -> None:
     def exposed(overlap: bool) -> float:
         plan = {**MEGATRON, "ep": 8, "ep_overlap": overlap}
