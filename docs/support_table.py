@@ -102,7 +102,7 @@ ROWS = (
     Row("pp", "PyTorch, DualPipeV", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "dualpipev"}, dry=(), alone=(), gpus=4,
         recipe={"grad_accum": 8, **PURE}),
     Row("cp", "plain PyTorch, ring", {"strategy": "fsdp", "cp": 2}, gpus=2),
-    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, gpus=2),
+    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, alone=(), gpus=2),
     Row("cp", "plain PyTorch, Ulysses", {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, gpus=2),
     Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),

@@ -310,7 +310,7 @@ class Walk:
         if m.positions == "rope":
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
-        q, k, v = (self.cast(t, n.act) for t in self.cp.contiguous(self, (q, k, v), fused=fused))
+        q, k, v = self.cp.enter(self, tuple(self.cast(t, n.act) for t in (q, k, v)), fused=fused)
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
         chk = self.run.plan.checkpointing
@@ -318,6 +318,7 @@ class Walk:
             out = self._checkpointed_core(q, k, v)
         else:
             out = self.attention_core(q, k, v)
+        out = self.cp.leave(self, out)
         return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
 
     def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:

@@ -197,7 +197,8 @@ class Tape:
                     ops.append(Op(node.name, "host", kernels=0, allocs=made, frees=tuple(frees)))
                 continue
             if node.inner:
-                ops += node.inner.tape.forward((node.inner.exit,), save=False)
+                output = self._tensor(node.outputs[0], keep, save, cached)
+                ops += [_made_as(op, output) for op in node.inner.tape.forward((node.inner.exit,), save=False)]
                 if frees:
                     ops[-1] = ops[-1].freeing(tuple(frees))
                 continue
@@ -367,6 +368,13 @@ class Gradient:
         self.name = name
         self.nbytes = nbytes
         self.refs = 1
+
+
+def _made_as(op: Op, made: Tensor) -> Op:
+    """A checkpointed stretch's output is what its caller makes of it: an activation, or a temporary where nobody saves it."""
+    if made.category == "activations" or all(t.name != made.name for t in op.allocs):
+        return op
+    return op._replace(allocs=tuple(made if t.name == made.name else t for t in op.allocs))
 
 
 def param_uses(nodes: list[Node]) -> dict[str, int]:
