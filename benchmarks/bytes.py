@@ -270,6 +270,8 @@ def expert_cases() -> list[Case]:
         case("moe fsdp 8 x ep 4 accumulate foreach", deep, 8, "fsdp", {"grad_accum": 2, "optimizer": "adamw:foreach"}, ep=4),
         case("moe fsdp 8 x ep 4 accumulate, no sync", deep, 8, "fsdp", {"grad_accum": 2}, ep=4, sync_each_micro_batch=False),
         case("moe fsdp 8 x ep 4, twice the even share", deep, 8, "fsdp", {"moe_imbalance": 2.0}, ep=4),
+        case("moe single capacity 1.25", deep, 1, "single", {**pure, "moe_capacity_factor": 1.25}),
+        case("moe fsdp 8 x ep 4 capacity 1.25", deep, 8, "fsdp", {"moe_capacity_factor": 1.25}, ep=4),
         case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]

@@ -222,7 +222,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
         ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
-        ("recipe.moe_imbalance", r.moe_imbalance > 1 and p.ep == 1),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and (p.ep == 1 or r.moe_capacity_factor is not None)),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 

@@ -219,8 +219,6 @@ def _experts(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.moe.expert_bias", True, "a grouped matrix product has no bias.", "Use expert_bias = false.")
     if m.moe.shared_experts and not m.moe.shared_ffn:
         yield PlanError("model.moe.shared_ffn", 0, "shared experts have a width.", "Use shared_ffn = shared_experts x the width of one.")
-    if r.moe_capacity_factor is not None:
-        yield PlanError("recipe.moe_capacity_factor", r.moe_capacity_factor, "execute drops no token.", "Leave it out.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon takes matrices, and experts are stacks of them.", "Use adamw.")
     if m.moe.aux_loss_coefficient and r.precision.loss_scaling:

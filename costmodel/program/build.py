@@ -527,7 +527,7 @@ def refuse(run: Run) -> None:
 def _by_experts(run: Run, builder: Builder, role: str, ranks: int, example: int) -> list[tuple[str, int, int, Builder]]:
     """(role, ranks, example rank, builder): where the router sends more rows to some ranks of an ep group, those with the busiest experts and the others."""
     p, r = run.plan, run.recipe
-    if p.ep == 1 or r.moe_imbalance == 1.0:
+    if p.ep == 1 or r.moe_imbalance == 1.0 or r.moe_capacity_factor is not None:
         return [(role, ranks, example, builder)]
     others = Builder(run, builder.numbers, builder.strategy, builder.strategy.inventory, busiest=False)
     return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.tp, others)]
