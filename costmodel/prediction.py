@@ -7,6 +7,7 @@ from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
+from costmodel.program.zerobubble import SPLIT
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
@@ -184,6 +185,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    if p.pp > 1 and p.schedule in SPLIT:
+        notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
+                     "the next step.")
     if m.head_dim % 8:
         notes.append(f"Head size {m.head_dim} is not a multiple of 8: attention's matrix multiplications run several times slower.")
     if m.vocab % 64 and r.precision.compute != "fp32":

@@ -275,8 +275,12 @@ def _split(run: Run) -> Iterator[PlanError]:
     if p.zero == 0 and p.dp > 1:
         yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
                         "Use 1f1b or interleaved, or zero = 3.")
+    if p.checkpointing.mode != "none":
+        yield PlanError("plan.checkpointing", p.checkpointing.mode,
+                        "PyTorch computes a checkpoint again for every group of weights in a backward of two passes, not once.",
+                        "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
-            (run.model.moe is not None, "model", run.model.name), (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
+            (run.model.moe is not None, "model", run.model.name)):
         if on:
             yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")
