@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from costmodel.spec import Checkpointing, Model, Recipe
 from execute.checkpoint import Around, checkpoint, checkpoint_ops, layer_groups
 from execute.dtypes import DTYPES
+from execute.float8 import linear
 from execute.kernels import Kernels, composed_norm
 from execute.losses import head_and_loss
 
@@ -35,6 +36,9 @@ class Context:
         selective = checkpointing.ops if checkpointing.mode == "selective" else ()
         self.recompute_attention = "attention" in selective
         self.recompute_ops = "op" in selective
+
+    def linear(self, width: int, out: int, *, bias: bool) -> nn.Linear:
+        return linear(self.recipe, width, out, bias=bias)
 
     def dropout(self, x: Tensor) -> Tensor:
         return self.kernels.dropout(x, self.recipe.dropout)
@@ -66,16 +70,16 @@ class Attention(nn.Module):
         m = context.model
         self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         if m.fused_qkv:
-            self.qkv = nn.Linear(m.hidden, self.q_width + 2 * self.kv_width, bias=m.qkv_bias)
+            self.qkv = context.linear(m.hidden, self.q_width + 2 * self.kv_width, bias=m.qkv_bias)
         else:
-            self.q = nn.Linear(m.hidden, self.q_width, bias=m.qkv_bias)
-            self.k = nn.Linear(m.hidden, self.kv_width, bias=m.qkv_bias)
-            self.v = nn.Linear(m.hidden, self.kv_width, bias=m.qkv_bias)
+            self.q = context.linear(m.hidden, self.q_width, bias=m.qkv_bias)
+            self.k = context.linear(m.hidden, self.kv_width, bias=m.qkv_bias)
+            self.v = context.linear(m.hidden, self.kv_width, bias=m.qkv_bias)
         if m.qk_norm != "none":
             full, weight = m.qk_norm == "full", m.qk_norm != "no_weight"
             self.q_norm = Norm(context, self.q_width if full else m.head_dim, weight=weight, bias=False)
             self.k_norm = Norm(context, self.kv_width if full else m.head_dim, weight=weight, bias=False)
-        self.out = nn.Linear(self.q_width, m.hidden, bias=m.attention_out_bias)
+        self.out = context.linear(self.q_width, m.hidden, bias=m.attention_out_bias)
 
     def forward(self, x: Tensor, tables: "Tables") -> Tensor:
         m, context = self.context.model, self.context
@@ -123,9 +127,9 @@ class FeedForward(nn.Module):
         m = context.model
         self.activation = ACTIVATIONS[m.activation]
         if m.gated:
-            self.gate = nn.Linear(m.hidden, m.ffn, bias=m.mlp_bias)
-        self.up = nn.Linear(m.hidden, m.ffn, bias=m.mlp_bias)
-        self.down = nn.Linear(m.ffn, m.hidden, bias=m.mlp_bias)
+            self.gate = context.linear(m.hidden, m.ffn, bias=m.mlp_bias)
+        self.up = context.linear(m.hidden, m.ffn, bias=m.mlp_bias)
+        self.down = context.linear(m.ffn, m.hidden, bias=m.mlp_bias)
         self.gated = m.gated
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ def _fake(run: Run) -> Iterator[PlanError]:
 def _real(run: Run) -> Iterator[PlanError]:
     """What real tensors would compute otherwise than the run says."""
     m, p, r = run.model, run.plan, run.recipe
+    if r.precision.compute == "fp8":
+        yield PlanError("recipe.precision", r.precision.name, "execute performs fp8 on fake tensors alone.", "Use bf16-mixed.")
     if m.attention_pattern != "global":
         yield PlanError("model.attention_pattern", m.attention_pattern, "execute computes global attention on real tensors.", "Use global.")
     if r.attention in ("fa1", "fa3"):
@@ -41,8 +43,10 @@ def _real(run: Run) -> Iterator[PlanError]:
 
 def _refusals(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
-    if p.framework != "pytorch":
-        yield PlanError("plan.framework", p.framework, "execute performs the PyTorch dialect only.", "Use framework = pytorch.")
+    if p.framework not in ("pytorch", "nanochat"):
+        yield PlanError("plan.framework", p.framework, "execute performs the dialects of PyTorch and nanochat only.", "Use framework = pytorch.")
+    if p.framework == "nanochat" and r.precision.loss_scaling:
+        yield PlanError("recipe.precision", r.precision.name, "execute does not scale the loss of nanochat's dialect.", "Use a bf16 precision.")
     yield from _tensor(run)
     yield from _pipeline(run)
     for field in ("cp", "ep"):
@@ -63,14 +67,14 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.positions", "alibi", "execute does not build this part yet.", "Use rope or learned.")
     if m.norms_per_layer == 3:
         yield PlanError("model.norms_per_layer", 3, "execute does not know where a third norm sits.", "Use 1, 2 or 4.")
-    if "fp8" in (r.precision.parameter, r.precision.compute) or r.precision.fp8_recipe != "none":
-        yield PlanError("recipe.precision", r.precision.name, "execute does not perform fp8 yet.", "Use bf16-mixed.")
+    yield from _fp8(run)
     if r.precision.master is not None:
         yield PlanError("recipe.precision.master", r.precision.master, "PyTorch's optimizers keep no master copy.", "Use bf16-mixed.")
     if r.optimizer.name == "adam8bit":
         yield PlanError("recipe.optimizer", r.optimizer.name, "PyTorch has no such optimizer.", "Use adamw.")
-    if r.optimizer.name == "muon" and p.zero > 0:
-        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and ZeRO shards them.", "Use ddp, or adamw.")
+    if r.optimizer.name == "muon" and p.zero > 0 and p.framework == "pytorch":
+        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and ZeRO shards them.",
+                        "Use ddp, the strategy muon-distributed, or adamw.")
     if r.optimizer.name in ("sgd", "momentum") and r.optimizer.implementation == "fused" and p.zero == 3:
         yield PlanError("recipe.optimizer", f"{r.optimizer.name}, fused", "PyTorch's fused SGD takes no sharded (DTensor) parameters.",
                         f"Use {r.optimizer.name}:foreach.")
@@ -86,6 +90,21 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _fp8(run: Run) -> Iterator[PlanError]:
+    """What execute.float8 does not do."""
+    p, r = run.plan, run.recipe.precision
+    if "fp8" not in (r.parameter, r.compute, r.gradient, r.reduce, r.optimizer_state) and r.fp8_recipe == "none":
+        return
+    if r.compute != "fp8" or "fp8" in (r.parameter, r.gradient, r.reduce, r.optimizer_state):
+        yield PlanError("recipe.precision", r.name, "execute performs fp8 for the compute of linear layers alone.", "Use precision = fp8.")
+    if r.fp8_recipe not in ("tensorwise", "rowwise"):
+        yield PlanError("recipe.precision.fp8_recipe", r.fp8_recipe, "execute scales by tensors, or by rows.", "Use tensorwise or rowwise.")
+    if r.fp8_gather:
+        yield PlanError("recipe.precision.fp8_gather", True, "execute gathers in 16 bits.", "Use fp8_gather = false.")
+    if p.framework != "pytorch" or p.tp * p.pp > 1:
+        yield PlanError("recipe.precision", r.name, "execute performs fp8 in the PyTorch dialect, without tensor and pipeline parallelism.", "Use bf16-mixed.")
 
 
 def _watched(run: Run) -> Iterator[PlanError]:

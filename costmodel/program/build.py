@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from costmodel.program import float8
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
 from costmodel.program.layers import Numbers, Unit, batch_tensors, constant_tensors, embedding_unit, head_unit, layer_unit, numbers_of
@@ -13,6 +14,7 @@ from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.nanochat import Nanochat
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
@@ -56,6 +58,8 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     p = run.plan
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
         return MegatronDP(run, numbers, inventory)
+    if p.framework == "nanochat":
+        return Nanochat(run, numbers, inventory)
     if p.framework == "deepspeed":
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
@@ -93,20 +97,23 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
+            (m.extra_params > 0, "model.extra_params", m.extra_params, f"parameters outside this scheme ({m.extra_params_note or 'not said which'})",
+             "Use model.extra_params = 0 to leave them out."),
             (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
              "gradients zeroed in place under this strategy", "Use zero_set_to_none = true."),
-            (p.framework == "nanochat", "plan.framework", "nanochat", "nanochat's distributed optimizer", "Use framework = pytorch."),
             (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
             (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
             (p.checkpointing.mode == "selective" and not {*p.checkpointing.ops} < {"attention", "op", ""} or len(p.checkpointing.ops) > 1,
              "plan.checkpointing.ops", list(p.checkpointing.ops), "this list of operations", 'Use ["attention"] or ["op"].'),
-            (r.precision.compute == "fp8", "recipe.precision", r.precision.name, "fp8 arithmetic", "Use bf16-mixed."),
-            (r.optimizer.name == "muon", "recipe.optimizer", "muon", "Muon", "Use adamw."),
+            (r.optimizer.name == "muon" and (p.framework not in ("pytorch", "nanochat") or p.framework == "pytorch" and p.zero > 0 or p.tp * p.pp > 1),
+             "recipe.optimizer", "muon", "Muon where matrices are split, or in this dialect", "Use ddp, the strategy muon-distributed, or adamw."),
             (p.framework == "pytorch" and r.precision.master is not None, "recipe.precision.master", r.precision.master,
              "a master copy in the PyTorch dialect", "Use parameter = fp32, or framework = megatron."),
             (r.cuda_graphs and r.compile is False, "recipe.cuda_graphs", True, "CUDA graphs of eager code", "Use compile = true with it.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
+    if r.precision.compute == "fp8" or r.precision.fp8_gather:
+        yield from float8.refusals(run)
     yield from TensorParallel.refusals(run)
     yield from pipeline_refusals(run)
 
@@ -442,9 +449,11 @@ class Builder:
         """Clipping, the optimizer step and what is sent after it."""
         s = self.strategy
         clip = s.clip(s.update(role)) if self.run.recipe.clip_norm and clips else []
-        step = self.block(("update", role, first), "update", "optimizer", [*clip, *s.step(role, first)])
-        sends = [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
-        return seq(step, *sends)
+        (begin, _), *rest = s.updates(role, first)
+        parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*clip, *begin]), 1)]
+        parts += [(self.block(("update", role, first, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(rest)]
+        parts += [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
+        return seq(*parts)
 
     def step(self, role: str, first: bool, micro_batches: int | None = None) -> Seq:
         """A step of the run's micro-batches, or of another number of them."""
@@ -484,7 +493,8 @@ def single_builder(run: Run, like: Program) -> Builder:
     their ops again where both run the same local shapes."""
     same = like.builder.run.plan.tp == run.plan.tp and like.inventory.layers == run.model.layers
     inventory = like.inventory if same else inventory_of(run)
-    return Builder(run, like.numbers, Strategy(run, like.numbers, inventory), inventory, like.builder if same else None)
+    alone = Nanochat if run.plan.framework == "nanochat" else Strategy
+    return Builder(run, like.numbers, alone(run, like.numbers, inventory), inventory, like.builder if same else None)
 
 
 def refuse(run: Run) -> None:

@@ -58,6 +58,12 @@ class Inventory(NamedTuple):
         return len(self.embedding.params) + self.layers * len(self.layer.params) + len(self.head.params)
 
     @property
+    def matrices(self) -> tuple[int, int]:
+        """Elements of the layers' matrices, and how many matrices they are."""
+        sizes = [p.numel for p in self.layer.params if len(p.shape) == 2]
+        return self.layers * sum(sizes), self.layers * len(sizes)
+
+    @property
     def largest(self) -> int:
         return max((p.numel for unit in (self.embedding, self.layer, self.head) for p in unit.params), default=0)
 

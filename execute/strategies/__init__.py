@@ -54,6 +54,8 @@ class Prepared:
 
 def strategy_name(run: Run) -> str:
     """Which file of this folder performs a plan."""
+    if run.plan.framework == "nanochat":
+        return "nanochat"
     if run.plan.pp > 1:
         return "pipeline"
     if run.plan.tp > 1:

@@ -29,6 +29,7 @@ class Case(NamedTuple):
     grad_accum: tuple[int, ...] = (1, 2)
     model: dict[str, Any] = LLAMA
     clip_norm: float = CLIPPED
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
 
 
 TWO = {
@@ -45,6 +46,7 @@ TWO = {
     "pp naive": Case({"strategy": "ddp", "pp": 2, "schedule": "naive"}, (2,)), "pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (1, 4)),
     "pp 1f1b": Case({"strategy": "ddp", "pp": 2}, (2, 4)), "pp 1f1b, uneven": Case({"strategy": "ddp", "pp": 2, "stage_layers": [3, 1]}, (2,)),
     "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
+    "nanochat": Case({"strategy": "muon-distributed"}, (2,), LLAMA, 0.0, ("adamw",)),
 }
 FOUR = {
     "ddp of 4": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,)), "zero1 of 4": Case({"strategy": "zero1"}, (1,)),
@@ -66,7 +68,7 @@ def given(case: Case, gpus: int, grad_accum: int, optimizer: str) -> dict[str, A
 
 def rows(cases: dict[str, Case]) -> dict[str, tuple[Case, int, str]]:
     return {f"{name}, {m} micro-batches, {optimizer}": (case, m, optimizer) for name, case in cases.items() for m in case.grad_accum
-            for optimizer in OPTIMIZERS}
+            for optimizer in case.optimizers}
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,8 @@ RUNS: dict[str, tuple[Any, int]] = {
     "pp, first": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2), 0), "pp with ddp, last": (cpu_run(LLAMA, "ddp", 4, {"grad_accum": 4}, pp=2), 3),
     "hsdp": (cpu_run(LLAMA, "hsdp", 4, dp_replicate=2), 3), "fsdp with tp": (cpu_run(LLAMA, "fsdp", 4, tp=2, sequence_parallel=True), 1),
     "pp gpipe": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="gpipe"), 1),
-    "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0)}
+    "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0),
+    "nanochat": (cpu_run(LLAMA, "muon-distributed", 4), 3)}
 
 
 @pytest.mark.parametrize("name", RUNS)
