@@ -6,8 +6,9 @@ with one byte an element. What backward keeps and casts again is the dialect's:
 torchao (PyTorch; nanochat's own code does the same): eager code keeps the 16-bit input and casts input and weight again in backward; compiled code
 keeps the fp8 input (the compiler cuts where fewest bytes cross) and casts the weight again. The hardware multiplies rows with rows, so the
 operands of backward are copied transposed. Rows and columns have scales of their own in `rowwise` and `mxfp8`: operands are cast once for each.
-Transformer Engine (Megatron): one kernel casts and transposes; the transposed fp8 input is kept, and fp8 weights in both layouts live from the first
-micro-batch of a step on. From Blackwell on, one layout serves all of a tensor with one scale.
+Transformer Engine (Megatron; PyTorch's `delayed`): one kernel casts and transposes; the transposed fp8 input is kept. Megatron's fp8 weights in both
+layouts live from the first micro-batch of a step on; elsewhere every forward casts them and backward keeps the transposed ones. From Blackwell on, one
+layout serves all of a tensor with one scale.
 
 Attention, norms, the loss and (but for nanochat) the head stay in 16 bits, as does a layer with a side that 16 does not divide.
 Sources: pytorch/ao torchao/float8 (float8_linear.py, README.md); NVIDIA/TransformerEngine transformer_engine/pytorch/module/linear.py and
@@ -31,7 +32,7 @@ BLOCK = 32
 """Elements of an mxfp8 block, which share a one-byte scale."""
 EAGER_KERNELS = 9
 """Of one cast: magnitude, largest, four on the scale, product, clamp, cast."""
-RECIPES = {"pytorch": ("tensorwise", "rowwise", "mxfp8"), "nanochat": ("tensorwise",), "megatron": ("tensorwise", "delayed", "blockwise", "mxfp8")}
+RECIPES = {"pytorch": ("tensorwise", "rowwise", "mxfp8", "delayed"), "nanochat": ("tensorwise", "rowwise"), "megatron": ("tensorwise", "delayed", "blockwise", "mxfp8")}
 BLACKWELL = ("blackwell", "blackwell_ultra")
 
 
@@ -51,6 +52,8 @@ class Style(NamedTuple):
     """Of one element."""
     gathered: bool
     """FSDP gathers the weights in fp8."""
+    holds_weights: bool
+    """fp8 weights live through the step."""
 
     def stored(self, numel: int) -> int:
         """Elements of one byte that a cast tensor and its scales take."""
@@ -76,12 +79,13 @@ class Style(NamedTuple):
 def style_of(run: Run) -> Style:
     """The casts of a run."""
     p, recipe = run.recipe.precision, run.recipe.precision.fp8_recipe
-    engine = run.plan.framework == "megatron"
+    megatron = run.plan.framework == "megatron"
+    engine = megatron or recipe == "delayed"
     block = recipe in ("mxfp8", "blockwise")
     one_layout = engine and run.cluster.accelerator.architecture in BLACKWELL
     return Style(finds_amax=recipe in ("tensorwise", "rowwise"), engine=engine, eager=not engine and not run.recipe.compile,
                  directions=2 if recipe == "rowwise" or block else 1, transposes=not block and not one_layout, scale_bytes=1 / BLOCK if block else 0.0,
-                 gathered=p.fp8_gather)
+                 gathered=p.fp8_gather, holds_weights=megatron)
 
 
 def refusals(run: Run) -> Iterator[PlanError]:
@@ -122,16 +126,19 @@ def linear(w: "Walk", x: Value, name: str, out: int, width: int, bias: bool) -> 
     held = 4 if n.autocast else e
     source = w.cast(x, n.act) if n.autocast else x
     low, kept, fresh = _input(w, source, name, style)
-    inputs = (source, *low)
-    if not style.engine and not style.gathered:
+    inputs: tuple[Value, ...] = (source, *low)
+    saved: tuple[Value, ...] = (kept,)
+    if not style.holds_weights and not style.gathered:
         cast = tape.value(f"{name}.weight.fp8", style.stored(weight.numel), "fp8", False)
         tape.record(f"{name}.weight.to_fp8", "memory", (), (cast,), nbytes=style.cast_bytes(weight.numel, held), dtype="fp8", kernels=style.kernels,
                     temp_bytes=held * weight.numel if style.eager else 0)
         inputs = (*inputs, cast)
+        if style.engine:
+            saved = (kept, _part(w, cast, f"{name}.weight.transposed", style) if style.layouts == 2 else cast)
     y = tape.value(f"{name}.out", m * out, n.act)
     moved = float(m * width + weight.numel + e * m * out)
     backs = _backward(w, style, name, weight, m, bias, fresh)
-    tape.record(name, "matmul", inputs, (y,), saved=(kept,), backs=tuple(backs), flops=flops, nbytes=moved, dims=(1, m, width, out), dtype="fp8")
+    tape.record(name, "matmul", inputs, (y,), saved=saved, backs=tuple(backs), flops=flops, nbytes=moved, dims=(1, m, width, out), dtype="fp8")
     w.keep_every_other(flops)
     return y
 

@@ -119,7 +119,7 @@ def test_the_list_holds_every_model_with_its_source():
     assert {entry.name for entry in entries} == set(NAMES)
     assert all(entry.source and entry.published_source and entry.confidence in ("read", "recalled") for entry in entries)
     assert {entry.family for entry in entries if not entry.predictable} == {"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-                                                                                 "nanochat", "opt"}
+                                                                             "nanochat", "opt"}
     assert all(bool(entry.why_not) is not entry.predictable for entry in entries)
 
 

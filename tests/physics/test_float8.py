@@ -94,7 +94,7 @@ def test_torchtitans_8b_gains_a_quarter() -> None:
 @pytest.mark.parametrize(("gpu", "plan", "precision", "field"), [
     ("a100", {"strategy": "fsdp"}, "fp8", "recipe.precision"), ("v100", {"strategy": "ddp"}, "fp8", "recipe.precision"),
     ("h100", {"strategy": "fsdp"}, {"base": "fp8", "fp8_recipe": "mxfp8"}, "recipe.precision.fp8_recipe"),
-    ("h100", {"strategy": "fsdp"}, {"base": "fp8", "fp8_recipe": "delayed"}, "recipe.precision.fp8_recipe"),
+    ("h100", {"strategy": "fsdp"}, {"base": "fp8", "fp8_recipe": "blockwise"}, "recipe.precision.fp8_recipe"),
     ("h100", {"strategy": "zero3", "framework": "deepspeed"}, "fp8", "recipe.precision"),
     ("h100", {"strategy": "ddp"}, {"base": "fp8", "fp8_gather": True}, "recipe.precision.fp8_gather"),
     ("h100", {"strategy": "fsdp"}, {"base": "bf16-mixed", "fp8_gather": True}, "recipe.precision"),
