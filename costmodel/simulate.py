@@ -27,6 +27,10 @@ class Prices(Protocol):
     def collective_s(self, comm: Comm) -> float: ...
 
     @property
+    def synchronous(self) -> bool:
+        """Whether host and device are one thread, as on a CPU."""
+
+    @property
     def contention(self) -> float: ...
 
     @property
@@ -37,6 +41,8 @@ class Prices(Protocol):
 
     @property
     def call_s(self) -> float: ...
+
+    def route_s(self, experts: int) -> float: ...
 
 
 @dataclass(slots=True)
@@ -87,6 +93,8 @@ class Compiled:
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
     """Collapse runs of kernels, keep what touches other streams."""
+    if prices.synchronous:
+        return _compile_synchronous(block, prices)
     steps: list[Step] = []
     host = device = longest = 0.0
     phase = block.phase
@@ -124,6 +132,9 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             assert op.comm is not None
             sent.append(op.comm)
             steps.append((ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached))
+        elif kind == "route":
+            stalled = prices.route_s(kernels)
+            steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
         elif kind in ("side", "copy"):
             steps.append((SIDE, launch * kernels, price(op), 0.0, op.axis or "copy", op.event, detached))
         else:
@@ -133,6 +144,53 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     for step in steps:
         total += step[1]
     return Compiled(tuple(steps), phase, busy, flops, total, tuple(sent))
+
+
+def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
+    """Where one thread both launches and computes, launches take the time of the compute stream, and so does what a GPU does on streams beside
+    it; collectives alone go on in the background, those that are called with async_op."""
+    steps: list[Step] = []
+    launch, price = prices.launch_s(block.phase), prices.device_s
+    busy: dict[str, float] = {}
+    flops: dict[str, float] = {}
+    sent: list[Comm] = []
+    chunk = host = 0.0
+    for op in block.ops:
+        kind, kernels = op.kind, op.kernels
+        work = kind in COMPUTE_KINDS or kind in ("side", "copy")
+        if work:
+            if kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0 and kind in COMPUTE_KINDS:
+                continue
+            launched, seconds = launch * kernels, price(op)
+            name = "recompute" if op.again else kind if kind in COMPUTE_KINDS else "memory"
+            busy[name] = busy.get(name, 0.0) + launched + seconds
+            if name in ("matmul", "attention"):
+                flops[name] = flops.get(name, 0.0) + op.flops
+        elif kind in ("host", "call"):
+            launched, seconds = (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels, 0.0
+            if launched:
+                busy["memory"] = busy.get("memory", 0.0) + launched
+        else:
+            launched = prices.collective_host_s if kind == "collective" else 0.0
+        host += launched
+        if kind in COMPUTE_KINDS or kind in ("host", "call"):
+            chunk += launched + seconds
+            continue
+        if chunk:
+            steps.append((CHUNK, 0.0, chunk, chunk, "", "", 0.0))
+            chunk = 0.0
+        if work:
+            steps.append((CHUNK, 0.0, launched + seconds, launched + seconds, "", "", 0.0))
+        elif kind == "collective":
+            assert op.comm is not None
+            sent.append(op.comm)
+            code = ISSUE if op.event and not op.inline else BLOCKING
+            steps.append((code, 0.0, launched + prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, 0.0))
+        else:
+            steps.append((CONTROL[kind], 0.0, 0.0, 0.0, op.axis, op.event, 0.0))
+    if chunk:
+        steps.append((CHUNK, 0.0, chunk, chunk, "", "", 0.0))
+    return Compiled(tuple(steps), block.phase, busy, flops, host, tuple(sent))
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:

@@ -32,7 +32,8 @@ BLOCK = 32
 """Elements of an mxfp8 block, which share a one-byte scale."""
 EAGER_KERNELS = 9
 """Of one cast: magnitude, largest, four on the scale, product, clamp, cast."""
-RECIPES = {"pytorch": ("tensorwise", "rowwise", "mxfp8", "delayed"), "nanochat": ("tensorwise", "rowwise"), "megatron": ("tensorwise", "delayed", "blockwise", "mxfp8")}
+RECIPES = {"pytorch": ("tensorwise", "rowwise", "mxfp8", "delayed"), "nanochat": ("tensorwise", "rowwise"),
+           "megatron": ("tensorwise", "delayed", "blockwise", "mxfp8")}
 BLACKWELL = ("blackwell", "blackwell_ultra")
 
 
@@ -95,6 +96,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
     architecture = run.cluster.accelerator.architecture
     for on, field, value, rule, fix in (
             (r.compute != "fp8", "recipe.precision.fp8_gather", True, "only fp8 layers have fp8 weights to gather.", "Use fp8_gather = false."),
+            (run.model.moe is not None and p.framework != "megatron", "recipe.precision", r.name, "fp8 experts outside Megatron: not predicted yet.",
+             "Use bf16-mixed, or framework = megatron."),
             (not known, "recipe.precision", r.name, "fp8 in this dialect: not predicted yet.", "Use framework = pytorch or megatron."),
             (bool(known) and r.fp8_recipe not in known, "recipe.precision.fp8_recipe", r.fp8_recipe, f"{p.framework}'s fp8 is scaled in other ways.",
              f"Use {' or '.join(known)}."),
@@ -112,17 +115,37 @@ def refusals(run: Run) -> Iterator[PlanError]:
 
 def takes(framework: str, name: str, out: int, width: int, rows: int) -> bool:
     """Whether a linear layer runs in fp8."""
-    inside = name.startswith(("attention.", "mlp.")) or framework == "nanochat"
+    inside = name.startswith(("attention.", "mlp.", "shared.")) or framework == "nanochat"
     return inside and out % GRAIN == 0 and width % GRAIN == 0 and rows % GRAIN == 0
 
 
 def linear(w: "Walk", x: Value, name: str, out: int, width: int, bias: bool) -> Value:
     """y = x W^T + b with casts of x and W, and in backward of the gradient; backward's two matmuls have the FLOPs of forward's."""
-    n, tape, style, m = w.n, w.tape, w.style, x.numel // width
+    m = x.numel // width
+    w.matmul_flops += 2.0 * m * width * out
+    y = _product(w, x, Param(f"{name}.weight", (out, width)), Sides(1, m, out, width), bias)
+    w.keep_every_other(2.0 * m * width * out)
+    return y
+
+
+def grouped(w: "Walk", x: Value, name: str, groups: int, each: int, out: int, width: int) -> Value:
+    """The same for rows of `groups` experts, about `each` of them for one, in one kernel."""
+    return _product(w, x, Param(f"{name}.weight", (groups, out, width)), Sides(groups, each, out, width), False)
+
+
+class Sides(NamedTuple):
+    """Of a product: how many, and rows, columns and depth of each."""
+
+    groups: int
+    rows: int
+    out: int
+    width: int
+
+
+def _product(w: "Walk", x: Value, weight: Param, sides: Sides, bias: bool) -> Value:
+    n, tape, style, e = w.n, w.tape, w.style, w.e
     assert style is not None
-    flops = 2.0 * m * width * out
-    w.matmul_flops += flops
-    weight, e = Param(f"{name}.weight", (out, width)), w.e
+    name, m = weight.name.removesuffix(".weight"), x.numel // sides.width
     held = 4 if n.autocast else e
     source = w.cast(x, n.act) if n.autocast else x
     low, kept, fresh = _input(w, source, name, style)
@@ -135,11 +158,11 @@ def linear(w: "Walk", x: Value, name: str, out: int, width: int, bias: bool) -> 
         inputs = (*inputs, cast)
         if style.engine:
             saved = (kept, _part(w, cast, f"{name}.weight.transposed", style) if style.layouts == 2 else cast)
-    y = tape.value(f"{name}.out", m * out, n.act)
-    moved = float(m * width + weight.numel + e * m * out)
-    backs = _backward(w, style, name, weight, m, bias, fresh)
-    tape.record(name, "matmul", inputs, (y,), saved=saved, backs=tuple(backs), flops=flops, nbytes=moved, dims=(1, m, width, out), dtype="fp8")
-    w.keep_every_other(flops)
+    y = tape.value(f"{name}.out", m * sides.out, n.act)
+    moved = float(x.numel + weight.numel + e * m * sides.out)
+    backs = _backward(w, style, name, weight, sides, m, bias, fresh)
+    tape.record(name, "matmul", inputs, (y,), saved=saved, backs=tuple(backs), flops=2.0 * x.numel * sides.out, nbytes=moved,
+                dims=(sides.groups, sides.rows, sides.out, sides.width), dtype="fp8")
     return y
 
 
@@ -176,10 +199,10 @@ def _part(w: "Walk", source: Value, name: str, style: Style) -> Value:
     return part
 
 
-def _backward(w: "Walk", style: Style, name: str, weight: Param, m: int, bias: bool, fresh: bool) -> list[Back]:
+def _backward(w: "Walk", style: Style, name: str, weight: Param, sides: Sides, m: int, bias: bool, fresh: bool) -> list[Back]:
     """Casts and matmuls of backward, those of the input's gradient first."""
     n, e = w.n, w.e
-    out, width = weight.shape
+    count, each, out, width = sides
     flops = 2.0 * m * width * out
     grad, gave, weights = m * out, m * width, weight.numel
     g8 = Tensor(f"{name}.grad.fp8", "temporaries", style.stored(grad))
@@ -189,13 +212,13 @@ def _backward(w: "Walk", style: Style, name: str, weight: Param, m: int, bias: b
     w8 = Tensor(f"{name}.weight.fp8_again", "temporaries", 0 if style.engine else style.stored(weights))
     if again:
         backs.append(Back("weight.to_fp8", "memory", nbytes=again, dtype="fp8", kernels=style.kernels, opens=w8))
-    backs.append(Back("dgrad", "matmul", 0, flops, float(grad + weights + e * gave), (1, m, out, width), "fp8", closes=w8 if again else None))
+    backs.append(Back("dgrad", "matmul", 0, flops, float(grad + weights + e * gave), (count, each, width, out), "fp8", closes=w8 if again else None))
     moved, held = _operands_again(style, grad, gave, e, fresh)
     pair = Tensor(f"{name}.operands.fp8", "temporaries", held)
     if moved:
         backs.append(Back("operands.to_fp8", "memory", nbytes=moved, dtype="fp8", kernels=2 * (style.kernels if style.directions == 2 else 1), opens=pair))
     low = Tensor(f"{weight.name}.grad.{n.act}", "temporaries", e * weights)
-    backs.append(Back("wgrad", "matmul", None, flops, float(grad + gave + e * weights), (1, out, m, width), "fp8", closes=g8,
+    backs.append(Back("wgrad", "matmul", None, flops, float(grad + gave + e * weights), (count, out, width, each), "fp8", closes=g8,
                       opens=low if n.autocast else None, beside=w.tp.megatron and w.tp.t > 1))
     if moved:
         backs.append(Back("operands.release", "host", kernels=0, closes=pair))

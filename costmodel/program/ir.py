@@ -7,13 +7,15 @@ together. A Seq is (Block or Seq, repeats)…; a 96-layer stage is a handful of 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call"]
+Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call", "route", "mark"]
 """What an op is, and where it runs.
 
 matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
 host and device, on its own stream. collective: on its axis's stream, behind what that stream already has. wait: compute waits for
 an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
-for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region.
+for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region. route: the host reads
+which rows go to which expert while compute waits, `kernels` the experts. mark: a place in a unit where
+the strategy puts ops of its own; the builder leaves none.
 """
 
 
@@ -68,6 +70,8 @@ class Op(NamedTuple):
     """Runs a second time, to compute an activation again."""
     detached: bool = False
     """collective, side: does not wait for the compute stream, for its input was there long before."""
+    inline: bool = False
+    """collective: the call returns when it is done, where host and device are one (gloo); on a GPU its stream alone is held up."""
 
     def taking(self, tensors: tuple[Tensor, ...]) -> "Op":
         """This op allocating more (much faster than _replace)."""

@@ -88,7 +88,8 @@ def build_pipeline(run: Run) -> Program:
         role = f"pipeline rank {r}"
         step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
         ranks.append(PipelineRank(mine, before, after, parts, slot_pattern(*order)[-1][0][-1]))
-        roles.append(RankProgram(role, run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), tuple(_persistent(run, mine)), step, first_step))
+        ranks_of = run.cluster.gpus // p.pp
+        roles.append(RankProgram(role, ranks_of, r * ranks_of + like.strategy.first_rank, tuple(_persistent(run, mine)), step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())
     whole = inventory_of(run)

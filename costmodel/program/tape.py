@@ -97,6 +97,8 @@ class Node(NamedTuple):
     comm: Comm | None
     inner: "Inner | None" = None
     """Ops of its own that are checkpointed: they run in forward without saving, and again before their backward."""
+    event: str = ""
+    """collective: what it signals when done, without being waited for; wait: what is waited for."""
 
 
 class Inner(NamedTuple):
@@ -124,6 +126,8 @@ class Tape:
         self.nodes: list[Node] = []
         self.element_bytes = element_bytes
         self.held: list[Value] = []
+        self.marked = False
+        """Some of its nodes are marks, which a strategy replaces by what it does there."""
 
     def input(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
         """A tensor that comes from another unit."""
@@ -135,7 +139,8 @@ class Tape:
 
     def record(self, name: str, kind: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], *, saved: tuple[Value, ...] = (),
                extra: tuple[Tensor, ...] = (), backs: tuple[Back, ...] = (), flops: float = 0.0, nbytes: float = 0.0,
-               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None) -> None:
+               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None,
+               event: str = "") -> None:
         index = len(self.nodes)
         for v in inputs:
             v.last_use = index
@@ -144,7 +149,12 @@ class Tape:
             v.last_use = max(v.last_use, index)
         for v in saved:
             v.saves += 1
-        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm))
+        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
+
+    def mark(self, name: str) -> None:
+        """A place where a strategy acts, in forward and in backward."""
+        self.record(name, "mark", (), ())
+        self.marked = True
 
     def record_checkpointed(self, name: str, inputs: tuple[Value, ...], output: Value, inner: Inner) -> None:
         """A stretch that keeps only its inputs (torch.utils.checkpoint, non-reentrant)."""
@@ -201,7 +211,7 @@ class Tape:
                 allocs.append(temp)
                 frees.append(temp)
             ops.append(Op(node.name, node.kind, node.flops, node.nbytes, node.dims, node.dtype, node.kernels,  # type: ignore[arg-type]
-                          tuple(allocs), tuple(frees), node.comm))
+                          tuple(allocs), tuple(frees), node.comm, node.event))
         return ops
 
     @staticmethod
@@ -265,6 +275,9 @@ class Tape:
         beside: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
+            if node.kind == "mark":
+                ops.append(Op(node.name, "mark", kernels=0))
+                continue
             sends = any(back.kind == "collective" and not back.event for back in node.backs)
             if beside and not sends and not any(v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside

@@ -14,6 +14,7 @@ from costmodel.inputs import build_run
 from execute import compat
 from execute.assemble import assemble
 from execute.data import Text
+from execute.experts import Experts
 from execute.marks import NoMarks
 from execute.observe.profiling import profile_step
 from execute.strategies.pipeline import Stages
@@ -102,11 +103,16 @@ def gradients(prepared: Any) -> dict[str, Any]:
             dist.all_gather_into_tensor(whole, shard.grad.flatten())
             flats[shard.untyped_storage().data_ptr()] = whole
     found = {}
+    spread = {id(p): module.group for module in model.modules() if isinstance(module, Experts) and module.group is not None for p in module.parameters()}
     for name, p in model.named_parameters():
         name = model.name_in_model(name) if isinstance(model, Stages) else name
         flat = flats.get(p.untyped_storage().data_ptr()) if not isinstance(p, DTensor) else None
         if isinstance(p.grad, DTensor):
             found[name] = p.grad.full_tensor()
+            if id(p) in spread:
+                parts = [torch.empty_like(found[name]) for _ in range(dist.get_world_size(spread[id(p)]))]
+                dist.all_gather(parts, found[name], group=spread[id(p)])
+                found[name] = torch.cat(parts)
         elif flat is not None:
             start = p.storage_offset()
             found[name] = flat[start:start + p.numel()].view(p.shape).clone()

@@ -25,10 +25,13 @@ def linear_s(m: int, k: int, n: int, precision: Any, *, compile: bool = True) ->
     return forward, forward + sum(costs.op_s(op) for op in walk.tape.backward(y, x) if isinstance(op, Op))
 
 
-def test_the_forward_of_nanochats_widest_layer_takes_what_it_measured() -> None:
-    """karpathy/nanochat dev/LOG.md, 2026-02-02: [65536, 1664] x [1664, 6656] on an H100, compiled: fp8 1.45 ms, by rows 1.84 ms."""
-    assert 1e3 * linear_s(65536, 1664, 6656, "fp8")[0] == pytest.approx(1.45, rel=0.15)
-    assert 1e3 * linear_s(65536, 1664, 6656, ROWWISE)[0] == pytest.approx(1.84, rel=0.15)
+def test_the_forward_of_nanochats_widest_layer_gains_what_it_measured() -> None:
+    """karpathy/nanochat dev/LOG.md, 2026-02-02: [65536, 1664] x [1664, 6656] on an H100, compiled: bf16 2.00 ms, fp8 1.45 ms, by rows 1.84 ms. Rates
+    here are those sustained in training, about a sixth lower."""
+    bf16, tensorwise, rowwise = (1e3 * linear_s(65536, 1664, 6656, precision)[0] for precision in ("bf16-mixed", "fp8", ROWWISE))
+    assert bf16 / tensorwise == pytest.approx(2.00 / 1.45, rel=0.1)
+    assert bf16 / rowwise == pytest.approx(2.00 / 1.84, rel=0.1)
+    assert tensorwise == pytest.approx(1.45, rel=0.2)
 
 
 def test_large_layers_gain_small_ones_lose_and_rows_gain_less() -> None:

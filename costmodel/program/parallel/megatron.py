@@ -18,6 +18,10 @@ from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, collectiv
 from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
+from costmodel.spec.parameters import Param
+
+WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias")
+"""Weights beside the norms that every tp rank holds and, under sequence parallelism, sees a part of the tokens with."""
 
 
 class MegatronDP(Bucketed):
@@ -46,12 +50,12 @@ class MegatronDP(Bucketed):
         if p.master:
             out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
         if self.recipe.grad_accum_fusion:
-            shapes = {q.shape for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) == 2}
+            shapes = {q.shape[-2:] for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) >= 2}
             dummy = sum(r * c for r, c in shapes)
             out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
         if self.numbers.fp8:
             style = float8.style_of(self.run)
-            out.append(Tensor("fp8 weights", "framework", style.layouts * style.stored(inv.matrices[0])))
+            out.append(Tensor("fp8 weights", "framework", style.layouts * style.stored(inv.cast_weights[0])))
         return out
 
     def update(self, role: str) -> Update:
@@ -64,7 +68,7 @@ class MegatronDP(Bucketed):
         total = float(nbytes(self.inventory.numel, self.precision.gradient))
         ops = [Op("zero_grad", "memory", nbytes=total, dtype=self.precision.gradient)]
         if self.numbers.fp8:
-            style, (numel, tensors) = float8.style_of(self.run), self.inventory.matrices
+            style, (numel, tensors) = float8.style_of(self.run), self.inventory.cast_weights
             moved = style.cast_bytes(numel, element_bytes(self.precision.parameter))
             ops.append(Op("fp8.cast_weights", "memory", nbytes=moved, dtype="fp8", kernels=tensors * style.kernels))
         return ops
@@ -95,11 +99,11 @@ class MegatronDP(Bucketed):
         if self.syncs(micro):
             flush = self.completes(unit, index, ready)
             if flush and self.plan.overlap_grad_reduce:
-                ops.append(self._reduce(flush.nbytes, "grads"))
+                ops.append(self._reduce(flush.nbytes, "grads", ready.param))
         return allocs, ops
 
-    def _reduce(self, size: int, event: str) -> Op:
-        """One bucket's reduction. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
+    def _reduce(self, size: int, event: str, param: Param | None = None) -> Op:
+        """One bucket's reduction; `param` is in it. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
         kind = "reduce-scatter" if self.distributed else "all-reduce"
         return collective(self.axis, kind, self.n, size, self.precision.reduce, event=event, name=f"bucket.{kind.replace('-', '_')}")
 
@@ -154,7 +158,7 @@ class MegatronDP(Bucketed):
         sp, inv = self.plan.sequence_parallel, self.inventory
         total = sum(p.numel * n for p, n in inv.norms if self.partial_over_tp(p))
         if sp:
-            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in ("attention.out.bias", "mlp.down.bias"))
+            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in WHOLE_WITH_SEQUENCE)
         dtype = self.precision.gradient
         if not total or not self.late_norms:
             return []
