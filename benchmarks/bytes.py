@@ -148,6 +148,7 @@ def optimizer_cases() -> list[Case]:
         case("nanochat deep 8 tiny batch", DEEP, 8, "muon-distributed", tiny),
         case("nanochat gpt 64, padded stacks", DEEP_GPT, 64, "muon-distributed", {**tiny, "precision": "bf16-pure"}),
         case("nanochat deep 4 adamw", DEEP, 4, "muon-distributed", {**tiny, "optimizer": "adamw"}),
+        case("single llama bounded logits", {**LLAMA, "logit_softcap": 15.0}, 1, "single", {"precision": "bf16-pure"}),
         case("nanochat-d20-oct2025 8", "nanochat-d20-oct2025", 8, "muon-distributed", {"micro_batch": 4}),
     ]
 

@@ -298,7 +298,9 @@ class Transformer(nn.Module):
         if m.final_norm:
             x = self.final_norm(x)
         tied = self.embedding.weight if m.tied_embeddings else None
-        return self.head(x, tied=tied) if targets is None else head_and_loss(c.recipe, x, self.head, tied, targets, c.around)
+        if targets is None:
+            return self.head(x, tied=tied)
+        return head_and_loss(c.recipe, x, self.head, tied, targets, c.around, m.logit_softcap)
 
     def embed(self, tokens: Tensor) -> Tensor:
         m = self.context.model

@@ -63,6 +63,8 @@ def _refusals(run: Run) -> Iterator[PlanError]:
                               ("embedding_dim", m.embedding_dim, m.hidden)):
         if value != off:
             yield PlanError(f"model.{field}", value, "execute does not build this part yet.", "Use a dense GPT-style or Llama-style model.")
+    if m.logit_softcap and r.loss in ("chunked", "fused"):
+        yield PlanError("recipe.loss", r.loss, "execute bounds logits that exist as a whole.", "Use loss = eager or bf16, or model.logit_softcap = 0.")
     if m.positions == "alibi":
         yield PlanError("model.positions", "alibi", "execute does not build this part yet.", "Use rope or learned.")
     if m.norms_per_layer == 3:

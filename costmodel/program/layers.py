@@ -612,6 +612,8 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     if w.tp.megatron:
         return _vocabulary_parallel_loss(w, logits)
     wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
+    if w.run.model.logit_softcap and not w.n.compiled:
+        wide = _bounded(w, wide)
     if w.tp.loss_parallel:
         return _loss_parallel(w, wide)
     fused = w.n.compiled
@@ -623,6 +625,17 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
                 extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
                 backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=0 if fused else 2),))
     return loss
+
+
+def _bounded(w: Walk, logits: Value) -> Value:
+    """c·tanh(logits/c): a quotient, its tanh, which is kept, and a product, while the logits are there; compiled code does it on the way."""
+    tape, b, dtype = w.tape, logits.nbytes, logits.dtype
+    quotient, tanh, y = (tape.value(f"loss.softcap.{name}", logits.numel, dtype) for name in ("quotient", "tanh", "product"))
+    back = Back("grad", "memory", 0, nbytes=2.0 * b, dtype=dtype)
+    tape.record("loss.softcap.quotient", "memory", (logits,), (quotient,), nbytes=2.0 * b, dtype=dtype, backs=(back,))
+    tape.record("loss.softcap.tanh", "memory", (quotient,), (tanh,), saved=(tanh,), nbytes=2.0 * b, dtype=dtype, backs=(back._replace(nbytes=3.0 * b),))
+    tape.record("loss.softcap.product", "memory", (tanh, logits), (y,), nbytes=2.0 * b, dtype=dtype, backs=(back,))
+    return y
 
 
 def _loss_parallel(w: Walk, wide: Value) -> Value:
