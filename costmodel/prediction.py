@@ -258,7 +258,7 @@ def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:
-    checked = run.plan.framework == "pytorch" and not run.plan.single_process
+    checked = run.plan.framework in ("pytorch", "nanochat") and not run.plan.single_process
     time: Basis = "guess" if profile.guess else "fitted"
     return {"states": "exact" if checked else "modelled", "allocated": "modelled", "reserved": "fitted", "device": "fitted",
             "collectives": "exact" if checked else "modelled", "time": time, "model_flops": "exact"}
