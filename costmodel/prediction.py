@@ -226,7 +226,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
         ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
-        ("recipe.moe_imbalance", r.moe_imbalance > 1 and p.ep == 1),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and (p.ep == 1 or r.moe_capacity_factor is not None)),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 
@@ -258,7 +258,7 @@ def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:
-    checked = run.plan.framework == "pytorch" and not run.plan.single_process
+    checked = run.plan.framework in ("pytorch", "nanochat") and not run.plan.single_process
     time: Basis = "guess" if profile.guess else "fitted"
     return {"states": "exact" if checked else "modelled", "allocated": "modelled", "reserved": "fitted", "device": "fitted",
             "collectives": "exact" if checked else "modelled", "time": time, "model_flops": "exact"}
