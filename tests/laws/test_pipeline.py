@@ -1,11 +1,15 @@
 """Laws of pipeline schedules: more micro-batches never raise the bubble share; no rank does more than the others can feed it."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import build_run, predict
+from costmodel.program.ir import expand
 from costmodel.program.schedule import bubble, linear_order, pace, passes
+from costmodel.repricing import program_of
 
 SECONDS = st.integers(1, 50).map(float)
 SHAPES = st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 24))
@@ -33,12 +37,12 @@ def test_a_pipeline_takes_at_least_the_work_of_its_slowest_rank_and_a_pass_throu
 
 
 @given(st.integers(1, 8), st.integers(1, 3), st.tuples(SECONDS, SECONDS, SECONDS))
-def test_zb_h1_idles_as_its_paper_says(p: int, rounds: int, seconds: tuple[float, float, float]) -> None:
+def test_zb_h1_idles_as_its_paper_says(p: int, turns: int, seconds: tuple[float, float, float]) -> None:
     """Qi et al. 2024 (arXiv 2401.10241), table 1: (p - 1)(F + B - W) where 1F1B idles (p - 1)(F + B + W); B and W the gradients of inputs and weights.
     It holds while W is not the longest of the three."""
     forward, inputs, weights = seconds
     weights = min(weights, max(forward, inputs))
-    m, work = rounds * p, forward + inputs + weights
+    m, work = turns * p, forward + inputs + weights
     split, whole = (bubble(name, p, 1, m, forward=forward, backward=inputs + weights, weight=weights)[0] * m * work for name in ("zb-h1", "1f1b"))
     assert whole == pytest.approx((p - 1) * work)
     if weights <= min(forward, inputs):
@@ -55,8 +59,8 @@ def test_equal_passes_leave_a_third_of_the_bubble_of_one_forward_one_backward(sc
 
 
 @given(st.sampled_from(["zb-h1", "interleaved-zb", "zbv", "dualpipev"]), st.integers(1, 5), st.integers(1, 4), st.data())
-def test_a_split_pipeline_takes_at_least_the_work_of_its_slowest_rank(schedule: str, p: int, rounds: int, data: st.DataObject) -> None:
-    v, m = 1 if schedule == "zb-h1" else 2, rounds * 2 * p
+def test_a_split_pipeline_takes_at_least_the_work_of_its_slowest_rank(schedule: str, p: int, turns: int, data: st.DataObject) -> None:
+    v, m = 1 if schedule == "zb-h1" else 2, turns * 2 * p
     what = passes(schedule, p * v)
     durations = data.draw(st.lists(SECONDS, min_size=len(what), max_size=len(what)))
     steps = linear_order(schedule, p, v, m)
@@ -106,3 +110,21 @@ def test_megatron_reduces_the_gradients_of_all_stages_at_once(plan: dict[str, in
         sent = max(sum(s for axis, s in t.communication_s.items() if axis.startswith("dp")) for t in times)
         slower = max(t.breakdown.get("contention", 0.0) for t in times)
     assert steps[0] < steps[1] < steps[0] + sent + 8 * slower
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("zb-h1", 8), ("zb-h1", 3), ("interleaved-zb", 4), ("zbv", 8), ("zbv", 3)])
+def test_a_split_backward_under_fsdp_leaves_nothing_behind_and_is_timed(schedule: str, m: int) -> None:
+    """Of a reduce dtype that is not the gradients', first passes take up what second passes left: every rank's step allocates and frees the same, and its
+    phases sum to it."""
+    model = {"layers": 8, "hidden": 256, "heads": 4, "ffn": 512, "vocab": 256}
+    stages = {"virtual_stages": 2} if schedule == "interleaved-zb" else {}
+    run = build_run(model=model, cluster={"gpus": 8}, plan={"pp": 4, "zero": 3, "schedule": schedule, **stages}, recipe={"seq_len": 128, "grad_accum": m})
+    for role, ranks in zip(predict(run, scaling=False).roles, program_of(run).roles, strict=True):
+        left = Counter[str]()
+        for block in expand(ranks.step):
+            for op in block.ops:
+                for sign, tensors in ((1, op.allocs), (-1, op.frees)):
+                    for t in tensors:
+                        left[t.category] += sign * t.nbytes
+        assert not any(left.values())
+        assert role.time and role.time.step_s == pytest.approx(sum(role.time.phases.values()))
