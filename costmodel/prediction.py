@@ -34,7 +34,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     steps = [rank.parts for rank in program.pipeline] if pipelined else [role.step for role in program.roles]
     counts = [block_counts(step, seen) for step in steps]
     if pipelined:
-        times = pipeline_times(run, program, prices, scan, seen)
+        times = pipeline_times(run, program, prices, scan, counts)
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]

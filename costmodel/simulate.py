@@ -7,7 +7,9 @@ steps; runs of kernels collapse into one, exactly: with launch times H and durat
 from c to max(c + ΣC, h + D), D the longest path that begins with a launch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from typing import NamedTuple, Protocol
 
 from costmodel.program.ir import Block, Comm, Op, Part
@@ -21,6 +23,8 @@ class Prices(Protocol):
     """Seconds of an op on its stream, and of its launches on the host."""
 
     def device_s(self, op: Op) -> float: ...
+
+    def memory_s(self, op: Op) -> float: ...
 
     def launch_s(self, phase: str) -> float: ...
 
@@ -57,9 +61,9 @@ class Clocks:
     comm: dict[str, float] = field(default_factory=dict)
 
     def flat(self) -> list[float]:
-        """Everything that moves, in the order of `_advance`."""
+        """Everything that moves, in the order of `_advance`: first what decides how things go on, then what is only summed up."""
         events = self.events.values()
-        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[t for t, _, _ in events], *[late for _, _, late in events],
+        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[e[0] for e in events], *[e[2] for e in events],
                 self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
 
 
@@ -83,56 +87,68 @@ class Compiled:
     """Seconds the host spends issuing it."""
     sent: tuple[Comm, ...]
     """Its collectives."""
+    stretch: "Stretch | None" = None
+    """The whole block, where it touches no other stream but for collectives that compute waits for at once."""
 
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
     """Collapse runs of kernels, keep what touches other streams."""
     steps: list[Step] = []
-    host = device = longest = 0.0
     phase = block.phase
-    launch, price = prices.launch_s(phase), prices.device_s
+    launch, memory_s = prices.launch_s(phase), prices.memory_s
+    sent: list[Comm] = []
     busy: dict[str, float] = {}
     flops: dict[str, float] = {}
-    sent: list[Comm] = []
-    total = 0.0
+    host = device = longest = before = 0.0
     for op in block.ops:
         kind, kernels = op.kind, op.kernels
-        if kind in COMPUTE_KINDS:
-            if kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0:
+        if kind == "memory":
+            if not kernels and not op.nbytes and not op.flops:
                 continue
-            seconds = price(op)
-            name = "recompute" if op.again else kind
-            busy[name] = busy.get(name, 0.0) + seconds
-            if name != "memory" and name != "recompute":
-                flops[name] = flops.get(name, 0.0) + op.flops
-            host += launch * kernels
-            device += seconds
-            longest += seconds
-            if host + seconds > longest:
-                longest = host + seconds
+            seconds = memory_s(op)
+        elif kind == "matmul" or kind == "attention":
+            seconds = prices.device_s(op)
+            if not op.again:
+                flops[kind] = flops.get(kind, 0.0) + op.flops
+        elif kind == "host" or kind == "call":
+            if kernels:
+                host += (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels
+                if host > longest:
+                    longest = host
             continue
-        if kind == "host" or kind == "call":
-            host += (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels
-            if host > longest:
-                longest = host
-            continue
-        if host or device:
-            steps.append((CHUNK, host, device, longest, "", "", 0.0))
-            host = device = longest = 0.0
-        detached = 1.0 if op.detached else 0.0
-        if kind == "collective":
-            assert op.comm is not None
-            sent.append(op.comm)
-            steps.append((ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached))
-        elif kind in ("side", "copy"):
-            steps.append((SIDE, launch * kernels, price(op), 0.0, op.axis or "copy", op.event, detached))
         else:
-            steps.append((CONTROL[kind], launch * kernels, 0.0, 0.0, op.axis, op.event, 0.0))
+            if host or device:
+                steps.append((CHUNK, host, device, longest, "", "", 0.0))
+                before += host
+                host = device = longest = 0.0
+            if op.comm is not None:
+                sent.append(op.comm)
+            other = _other_stream(op, launch, prices)
+            before += other[1]
+            steps.append(other)
+            continue
+        name = "recompute" if op.again else kind
+        busy[name] = busy.get(name, 0.0) + seconds
+        host += launch * kernels
+        device += seconds
+        longest = (host if host > longest else longest) + seconds
+    stretch: Stretch | None = Stretch(host, device, longest, phase)
+    if steps:
+        stretch = _stretch([*steps, (CHUNK, host, device, longest, "", "", 0.0)], phase)
     if host or device:
         steps.append((CHUNK, host, device, longest, "", "", 0.0))
-    for step in steps:
-        total += step[1]
-    return Compiled(tuple(steps), phase, busy, flops, total, tuple(sent))
+    return Compiled(tuple(steps), phase, busy, flops, before + host, tuple(sent), stretch)
+
+
+def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
+    """The step of an op that touches another stream than host and compute."""
+    kind, detached = op.kind, 1.0 if op.detached else 0.0
+    if kind == "collective":
+        assert op.comm is not None
+        return ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached
+    if kind in ("side", "copy"):
+        return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis or "copy", op.event, detached
+    return CONTROL[kind], launch * op.kernels, 0.0, 0.0, op.axis, op.event, 0.0
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
@@ -217,58 +233,60 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
     c.phases[phase] = c.phases.get(phase, 0.0) + compute - begin
 
 
-class Linear(NamedTuple):
-    """A part that touches host and compute stream alone, as a matrix over (max, +).
+class Stretch(NamedTuple):
+    """Kernels and host work in a row, and collectives that compute waits for at once: host becomes host + `host`, compute becomes
+    max(compute + `device`, host + `longest`)."""
 
-    host becomes max(host + hh, compute + hc), compute becomes max(host + ch, compute + cc).
-    """
-
-    hh: float
-    hc: float
-    ch: float
-    cc: float
+    host: float
     device: float
-    """Seconds of its kernels."""
+    """Seconds of its kernels and collectives."""
+    longest: float
+    """The longest path that begins with a launch."""
     phase: str
     """The one phase of its blocks; empty where there are several."""
+    comm: tuple[tuple[str, float], ...] = ()
+    """Seconds of its collectives by axis."""
 
-    def then(self, b: "Linear") -> "Linear":
-        """This part and then another."""
-        return Linear(max(b.hh + self.hh, b.hc + self.ch), max(b.hh + self.hc, b.hc + self.cc), max(b.ch + self.hh, b.cc + self.ch),
-                      max(b.ch + self.hc, b.cc + self.cc), self.device + b.device, self.phase if self.phase == b.phase else "")
+    def then(self, b: "Stretch") -> "Stretch":
+        """This one and then another."""
+        after, through = self.longest + b.device, self.host + b.longest
+        comm = self.comm or b.comm
+        if self.comm and b.comm:
+            comm = tuple((axis, sum(s for a, s in (*self.comm, *b.comm) if a == axis)) for axis in dict([*self.comm, *b.comm]))
+        return Stretch(self.host + b.host, self.device + b.device, after if after > through else through, self.phase if self.phase == b.phase else "", comm)
 
-    def times(self, n: int) -> "Linear":
-        """This part `n` times, n at least 1."""
-        if n == 1:
-            return self
-        half = self.times(n // 2)
-        both = half.then(half)
-        return both.then(self) if n % 2 else both
+    def times(self, n: int) -> "Stretch":
+        """This one `n` times, n at least 1: a path that begins with a launch passes through every later repeat on the host or on the device."""
+        host, device, longest, phase, comm = self
+        return Stretch(n * host, n * device, longest + (n - 1) * (host if host > device else device), phase, tuple([(a, n * s) for a, s in comm]))
 
     def run(self, c: Clocks) -> None:
-        """Advance the clocks; they must not be busy with a stream that slows the kernels down."""
+        """Advance the clocks; they must not be busy with a stream that slows the kernels down or that its collectives have to wait for."""
         begin = c.compute
-        c.host, c.compute = max(c.host + self.hh, begin + self.hc), max(c.host + self.ch, begin + self.cc)
-        waited = c.compute - (begin + self.device)
-        if waited > 0.0:
-            c.waits["host"] = c.waits.get("host", 0.0) + waited
-        c.phases[self.phase] = c.phases.get(self.phase, 0.0) + c.compute - begin
+        free, paced = begin + self.device, c.host + self.longest
+        c.host += self.host
+        if paced > free:
+            c.waits["host"] = c.waits.get("host", 0.0) + paced - free
+            free = paced
+        c.compute = free
+        c.phases[self.phase] = c.phases.get(self.phase, 0.0) + free - begin
+        for axis, seconds in self.comm:
+            for table in (c.waits, c.comm):
+                table[axis] = table.get(axis, 0.0) + seconds
+            c.streams[axis] = c.busy_from[axis] = free
 
 
-NO_PATH = float("-inf")
-
-
-def linear_block(block: Compiled) -> Linear | None:
-    """A block as a matrix, where it touches no other stream."""
-    whole = Linear(0.0, NO_PATH, NO_PATH, 0.0, 0.0, block.phase)
-    for code, launch, device, longest, *_ in block.steps:
+def _stretch(steps: Sequence[Step], phase: str) -> Stretch | None:
+    """The steps of a block as one stretch, where they are."""
+    whole: Stretch | None = None
+    for code, host, device, longest, axis, _, detached in steps:
         if code == CHUNK:
-            step = Linear(launch, NO_PATH, longest, device, device, block.phase)
-        elif code == SYNC:
-            step = Linear(launch, 0.0, NO_PATH, 0.0, 0.0, block.phase)
+            one = Stretch(host, device, longest, phase)
+        elif code == BLOCKING and not detached:
+            one = Stretch(host, device, host + device, phase, ((axis, device),))
         else:
             return None
-        whole = whole.then(step)
+        whole = one if whole is None else whole.then(one)
     return whole
 
 
@@ -282,43 +300,42 @@ class Scan:
         """By identity, with the block, so that no other takes its place."""
         self.steady: dict[int, tuple[Part, list[float]]] = {}
         """How one repeat of a part advances the clocks once they have settled."""
-        self.linears: dict[int, tuple[Part, Linear | None]] = {}
+        self.stretches: dict[int, tuple[Part, Stretch | None]] = {}
 
     def of(self, block: Block) -> Compiled:
         """The block as steps, compiled once."""
         block = block.timed
-        key = id(block)
-        known = self.compiled.get(key)
+        known = self.compiled.get(id(block))
         if known is None:
-            known = self.compiled[key] = (block, compile_block(block, self.prices))
+            known = self.compiled[id(block)] = (block, compile_block(block, self.prices))
         return known[1]
 
-    def linear(self, part: Part) -> Linear | None:
-        """The part as a matrix, where it touches host and compute stream alone."""
-        key = id(part)
-        known = self.linears.get(key)
+    def stretch(self, part: Part) -> Stretch | None:
+        """The part as one stretch, where it is one."""
+        if isinstance(part, Block):
+            return self.of(part).stretch
+        known = self.stretches.get(id(part))
         if known is not None:
             return known[1]
-        whole: Linear | None = None
-        if isinstance(part, Block):
-            whole = linear_block(self.of(part))
-        else:
-            for child, n in part.parts:
-                step = self.linear(child)
-                if step is None:
-                    whole = None
-                    break
-                step = step.times(n)
-                whole = step if whole is None else whole.then(step)
-        self.linears[key] = part, whole
+        whole: Stretch | None = None
+        for child, n in part.parts:
+            one = self.stretch(child)
+            if one is None:
+                whole = None
+                break
+            if n > 1:
+                one = one.times(n)
+            whole = one if whole is None else whole.then(one)
+        self.stretches[id(part)] = part, whole
         return whole
 
     def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
         """Advance the clocks over `part`, `times` times."""
         if times > 1 or not isinstance(part, Block):
-            linear = self.linear(part)
-            if linear is not None and linear.phase and (not self.kappa or all(end <= clocks.compute for end in clocks.streams.values())):
-                linear.times(times).run(clocks)
+            stretch = self.stretch(part)
+            if stretch is not None and stretch.phase and (
+                    not (self.kappa or stretch.comm) or all([end <= clocks.compute for end in clocks.streams.values()])):
+                (stretch if times == 1 else stretch.times(times)).run(clocks)
                 return
         if times > 1:
             self._repeat(part, clocks, times)
@@ -346,7 +363,7 @@ class Scan:
             after = clocks.flat()
             new: list[float] | None = None
             if len(after) == len(before):
-                new = [b - a for a, b in zip(before, after, strict=True)]
+                new = list(map(sub, after, before))
                 if settled is not None and _same(settled, new) or step is not None and _same(step, new):
                     skip = min(left, _headroom(clocks, new))
                     if skip > 0:
@@ -361,7 +378,10 @@ class Scan:
 def _same(a: list[float], b: list[float]) -> bool:
     if len(a) != len(b):
         return False
-    return all(x == y or abs(x - y) <= SETTLED * (abs(x) + abs(y)) + 1e-15 for x, y in zip(a, b, strict=True))
+    for x, y in zip(a, b, strict=True):
+        if x != y and abs(x - y) > SETTLED * (abs(x) + abs(y)) + 1e-15:
+            return False
+    return True
 
 
 def _headroom(clocks: Clocks, step: list[float]) -> int:
@@ -370,15 +390,18 @@ def _headroom(clocks: Clocks, step: list[float]) -> int:
     Inside a repeat a stream may be ahead of where it ends by as much as it advances, so that much distance does not count; and
     two that part but are not further apart yet may have met in the last repeat.
     """
-    values = [clocks.compute, clocks.host, *clocks.streams.values()]
+    pairs = list(zip([clocks.compute, clocks.host, *clocks.streams.values()], step, strict=False))
     least = 1e18
-    for i, (value, gain) in enumerate(zip(values, step, strict=False)):
-        for other, other_gain in zip(values[:i], step[:i], strict=True):
-            closing, apart = (gain - other_gain) if value < other else (other_gain - gain), abs(value - other) - max(gain, other_gain)
-            drift = SETTLED * (abs(gain) + abs(other_gain))
+    for i, (value, gain) in enumerate(pairs):
+        for other, other_gain in pairs[:i]:
+            closing = gain - other_gain if value < other else other_gain - gain
+            drift = SETTLED * (gain + other_gain)
+            if -drift <= closing <= drift:
+                continue
+            apart = abs(value - other) - (gain if gain > other_gain else other_gain)
             if closing > drift:
                 least = min(least, apart / closing)
-            elif closing < -drift and apart < 0.0:
+            elif apart < 0.0:
                 return 0
     return int(least) - 2 if least < 1e17 else 1 << 60
 
@@ -403,8 +426,8 @@ def _advance(clocks: Clocks, step: list[float], times: int) -> None:
 
 def seconds(step: Part, scan: Scan) -> float:
     """Seconds of one step that begins with idle streams."""
-    linear = scan.linear(step)
-    return step_time(step, scan.prices, scan=scan).compute if linear is None else max(linear.ch, linear.cc)
+    stretch = scan.stretch(step)
+    return step_time(step, scan.prices, scan=scan).compute if stretch is None else max(stretch.device, stretch.longest)
 
 
 def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None, drain: bool = True) -> Clocks:

@@ -135,7 +135,7 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
             seconds[id(part)] = clocks.compute, tail_of(clocks)[0]
         return seconds[id(part)]
 
-    end, mine = finished(run, ranks, prices, priced), ranks[role]
+    end, mine = finished(run, ranks, prices, priced, every=True), ranks[role]
     ahead = priced(role, mine.before)[0]
     spans = [Span("begin", _phase(mine.before), 0.0, ahead, -1, -1, mine.before, Clocks())]
     for kind, stage, micro in rank_order(p.schedule, p.pp, p.virtual_stages, m, role):

@@ -1,7 +1,7 @@
 """Prices of a run: every op's seconds on its stream and on the host, from the profile's constants."""
 
 from costmodel.catalog.profiles import Profile
-from costmodel.cost.compute import ComputeCosts, compute_costs
+from costmodel.cost.compute import ComputeCosts, compute_costs, slowed
 from costmodel.cost.network import Group, NetworkCosts, group_of, network_costs
 from costmodel.program.ir import Comm, Op
 from costmodel.spec import Run
@@ -34,13 +34,17 @@ def axis_groups(run: Run) -> dict[str, Group]:
     return groups
 
 
+_WORK = slice(Op._fields.index("kind"), Op._fields.index("kernels") + 1)
+"""The fields of an op that its price on a device follows from; of attention also the kernel in its name, one in a run."""
+
+
 class RunPrices:
-    """Seconds of the ops of one run; an op is priced once."""
+    """Seconds of the ops of one run."""
 
     def __init__(self, run: Run, profile: Profile, slower: float = 1.0) -> None:
-        self.slower = slower
-        """Of a rank whose kernels take longer than the others'."""
-        self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
+        costs = compute_costs(run.cluster.accelerator, profile, run.recipe)
+        self.compute: ComputeCosts = slowed(costs, slower) if slower > 1.0 else costs
+        """`slower`: of a rank whose kernels take longer than the others'."""
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)
         multiplier = profile.value("host.multiplier")
@@ -67,16 +71,17 @@ class RunPrices:
         self.call_s = profile.value("host.graph.launch_s" if r.cuda_graphs else "host.compile.region_s") * multiplier if r.compile else 0.0
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
-        self._device: dict[int, tuple[Op, float]] = {}
+        self.memory_s = self.compute.memory_s
+        """Seconds of a memory-bound op."""
+        self._device: dict[tuple[object, ...], float] = {}
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
-        if op.kind == "memory":
-            return self.slower * self.compute.memory_s(op)
-        known = self._device.get(id(op))
+        """Seconds of an op on its stream; ops that do the same to the same shapes are priced once."""
+        known = self._device.get(op[_WORK])
         if known is None:
-            known = self._device[id(op)] = (op, self.compute.op_s(op) * (1.0 if op.kind == "copy" else self.slower))
-        return known[1]
+            known = self._device[op[_WORK]] = self.compute.op_s(op)
+        return known
 
     def launch_s(self, phase: str) -> float:
         """Host seconds of one kernel launch in a phase."""

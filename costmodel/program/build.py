@@ -111,6 +111,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
     yield from pipeline_refusals(run)
 
 
+Marked = tuple[list[Op], list[tuple[int, GradReady]]]
+"""Ops, and the gradients that are there after so many of them."""
+
+
 class Builder:
     """Assembles one role's step; equal blocks are made once."""
 
@@ -128,15 +132,15 @@ class Builder:
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
         """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""
-        self.parts: dict[object, Seq] = {}
+        self.parts: dict[object, Part] = {}
         self.slots: dict[tuple[object, ...], Seq] = {}
+        self.sends: dict[str, list[tuple[Part, int]]] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
-        self.raw_backward: dict[object, list[Op | GradReady]] = like.raw_backward if like else {}
+        self.raw_backward: dict[object, Marked] = like.raw_backward if like else {}
         layer = self.unit[LAYER]
         assert layer.entry is not None
         self.links = Links(run, self.stage, layer.entry.numel // run.model.hidden, layer.entry.dtype)
-        last = self.layers - 1
-        self.borrowed = [(i == 0 and self.links.borrows_input, i == last and self.links.borrows_gradient) for i in range(self.layers)]
+        self.borrowed = self._borrowed()
         """Layers whose input, and whose output's gradient, belong to a receive buffer."""
         c = run.plan.checkpointing
         self.group = c.group if c.mode == "full" else 1
@@ -145,17 +149,28 @@ class Builder:
         self.checkpoints = c.mode == "full" or self.by_op
         layer_cached = self.unit[LAYER].cached
         self.cached = layer_cached if self.by_op else frozenset()
-        self.checkpointed = [self.checkpoints and i % self.every == 0 for i in range(self.layers)]
+        pattern = [True] + [False] * (self.every - 1)
+        self.checkpointed = (pattern * (self.layers // self.every + 1))[:self.layers] if self.checkpoints else [False] * self.layers
+
+    def _borrowed(self) -> list[tuple[bool, bool]]:
+        out = [(False, False)] * self.layers
+        if out and self.links.borrows_gradient:
+            out[-1] = False, True
+        if out and self.links.borrows_input:
+            out[0] = True, out[0][1]
+        return out
 
     def block(self, key: object, name: str, phase: str, ops: list[Op]) -> Block:
         if key not in self.blocks:
             self.blocks[key] = Block(name, phase, tuple(ops))
         return self.blocks[key]
 
-    def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Seq:
+    def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Part:
         """A unit's own block between what the strategy does around it; a compiled layer is entered by a call."""
         if self.numbers.compiled and name == LAYER:
             before = [*before, Op("compiled.call", "call")]
+        if not before and not after:
+            return core
         return seq(Block(name, phase, tuple(before)), core, Block(name, phase, tuple(after)))
 
     @property
@@ -204,7 +219,7 @@ class Builder:
                 parts.append((self._forward_block(first, micro, chk, drop, variant), n))
         return parts
 
-    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Seq:
+    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Part:
         key = ("forward", chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
             s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
@@ -224,7 +239,7 @@ class Builder:
             self.cores[key] = Block(unit, "forward", tuple(self._forward_ops(unit, save=save, drop=drop)))
         return self.cores[key]
 
-    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Seq:
+    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Part:
         alone = self.layers == 0 and self.links.borrows_input
         s, drop = self.strategy, unit == HEAD and not self._saves_entry(HEAD) and not alone
         core = self.forward_core(unit, save=True, drop=drop)
@@ -240,17 +255,17 @@ class Builder:
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
-    def _raw_backward(self, unit: str, borrowed: tuple[bool, bool]) -> list[Op | GradReady]:
-        """The unit's backward as the tape derives it."""
+    def _raw_backward(self, unit: str, borrowed: tuple[bool, bool]) -> Marked:
+        """The unit's backward as the tape derives it, and which gradients are there after so many of its ops."""
         key = (unit, borrowed)
         if key not in self.raw_backward:
             u, frees = self.unit[unit], self._saves_entry(unit)
             if borrowed[0] and frees:
                 assert u.entry is not None
-                ops = self._raw_backward(unit, (False, borrowed[1]))
-                self.raw_backward[key] = [_keeping(op, Tensor(u.entry.name, "activations", u.entry.own_bytes)) for op in ops]
+                ops, marks = self._raw_backward(unit, (False, borrowed[1]))
+                self.raw_backward[key] = _keeping(ops, Tensor(u.entry.name, "activations", u.entry.own_bytes)), marks
             else:
-                self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1])
+                self.raw_backward[key] = _marked(u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1]))
         return self.raw_backward[key]
 
     def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool]) -> list[Op]:
@@ -259,16 +274,17 @@ class Builder:
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
-        for item in self._raw_backward(unit, borrowed):
-            if isinstance(item, Op):
-                out.append(item)
-                continue
+        ops, marks = self._raw_backward(unit, borrowed)
+        done = 0
+        for at, item in marks:
+            out += ops[done:at]
+            done = at
             tied = self.tied and item.param.name == "embedding.weight"
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
             if tied and unit == HEAD:
                 out[-1] = out[-1].taking((first_use,))
                 continue
-            allocs, ops = self.strategy.on_grad(unit, index, item, micro)
+            allocs, more = self.strategy.on_grad(unit, index, item, micro)
             if tied:
                 lookup = Tensor("lookup gradient", "temporaries", item.nbytes)
                 out[-1] = out[-1].taking((lookup,))
@@ -276,8 +292,8 @@ class Builder:
                               frees=(first_use, lookup)))
             elif allocs:
                 out[-1] = out[-1].taking(allocs)
-            out.extend(ops)
-        return out
+            out += more
+        return out + ops[done:]
 
     def backward_layers(self, micro: str) -> list[tuple[Part, int]]:
         """Blocks of the layers' backward, last layer first; a checkpointed layer or group is computed again before its own."""
@@ -299,7 +315,7 @@ class Builder:
                 parts += [(self._backward_block(i, micro, variants[i], span), 1) for i in reversed(members)]
         return parts
 
-    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Seq:
+    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Part:
         """A layer of the checkpoint `span` (its first and last layer) runs forward again, saving; the last one stops early."""
         first, last = span
         drop = index > first and not self._saves_entry(LAYER)
@@ -318,7 +334,7 @@ class Builder:
         first, last = span
         return index == first, index == last, index == last - 1, first == 0, last == self.layers - 1
 
-    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Seq:
+    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Part:
         """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
         s, u = self.strategy, self.unit[LAYER]
         borrowed = self.borrowed[index]
@@ -350,7 +366,7 @@ class Builder:
             self.cores.setdefault(alike, made)
         return self.cores[key]
 
-    def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
+    def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Part:
         s = self.strategy
         return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, s.unit_variant(unit, micro)),
                             [*s.after_backward(unit, 0, micro), *after])
@@ -388,12 +404,12 @@ class Builder:
         leave = [*s.forward_end(micro), *links.after_forward()]
         if self.numbers.autocast and any(self.checkpointed):
             leave.append(Op("autocast.exit", "host", kernels=0, frees=(self._autocast_cache(sum(self.checkpointed)),)))
-        parts: list[Part] = []
+        parts: list[Part | tuple[Part, int]] = []
         if stage.first:
             parts.append(self.forward_edge(EMBEDDING, micro, enter, []))
         else:
             parts.append(Block("stage", "forward", tuple(enter)))
-        parts.append(compress(self.forward_layers(micro)))
+        parts += compress(self.forward_layers(micro))
         if stage.last:
             parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=self._replaces(micro)))
         else:
@@ -403,7 +419,7 @@ class Builder:
     def _backward(self, micro: str) -> Seq:
         s, stage, links, head = self.strategy, self.stage, self.links, self.unit[HEAD]
         whole = stage.number == WHOLE
-        parts: list[Part] = []
+        parts: list[Part | tuple[Part, int]] = []
         ending: list[Op] = []
         if stage.last:
             loss = Tensor("grad:loss", "temporaries", head.exit.nbytes)
@@ -413,7 +429,7 @@ class Builder:
             ending.append(Op("loss.release", "host", kernels=0, frees=done))
         else:
             parts.append(Block("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
-        parts.append(compress(self.backward_layers(micro)))
+        parts += compress(self.backward_layers(micro))
         ending += [*links.after_backward(micro, self.kept_output()), *s.backward_end(micro)]
         parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else Block("stage", "backward", tuple(ending)))
         return seq(*parts)
@@ -443,8 +459,9 @@ class Builder:
         s = self.strategy
         clip = s.clip(s.update(role)) if self.run.recipe.clip_norm and clips else []
         step = self.block(("update", role, first), "update", "optimizer", [*clip, *s.step(role, first)])
-        sends = [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
-        return seq(step, *sends)
+        if role not in self.sends:
+            self.sends[role] = [(Block("update", "optimizer", tuple(ops)), n) for ops, n in s.after_step(role)]
+        return seq(step, *self.sends[role])
 
     def step(self, role: str, first: bool, micro_batches: int | None = None) -> Seq:
         """A step of the run's micro-batches, or of another number of them."""
@@ -461,22 +478,32 @@ class Builder:
         return seq(*parts)
 
 
-def _keeping(op: Op | GradReady, tensor: Tensor) -> Op | GradReady:
-    """The op without its release of a tensor."""
-    if isinstance(op, Op) and tensor in op.frees:
-        frees = list(op.frees)
-        frees.remove(tensor)
-        return op._replace(frees=tuple(frees))
-    return op
+def _marked(items: list[Op | GradReady]) -> Marked:
+    """Ops and the gradients between them, apart."""
+    at = [i for i, item in enumerate(items) if isinstance(item, GradReady)]
+    return [item for item in items if isinstance(item, Op)], [(i - before, items[i]) for before, i in enumerate(at)]  # type: ignore[misc]
 
 
-def compress(parts: list[tuple[Part, int]]) -> Seq:
-    """Parts with counts as a Seq, in which a period of parts that repeats is one part."""
+def _keeping(ops: list[Op], tensor: Tensor) -> list[Op]:
+    """The ops without the release of a tensor."""
+    out = list(ops)
+    for i, op in enumerate(ops):
+        if tensor in op.frees:
+            frees = list(op.frees)
+            frees.remove(tensor)
+            out[i] = op._replace(frees=tuple(frees))
+    return out
+
+
+def compress(parts: list[tuple[Part, int]]) -> list[tuple[Part, int]]:
+    """Parts with counts, in which a period of parts that repeats is one part."""
+    if len(parts) < 2:
+        return parts
     out: list[tuple[Part, int]] = []
     for start, length, count in periods([(id(p), n) for p, n in parts]):
         part, n = parts[start]
         out.append((part, n * count) if length == 1 else (Seq(tuple(parts[start:start + length])), count))
-    return Seq(tuple(out))
+    return out
 
 
 def single_builder(run: Run, like: Program) -> Builder:

@@ -12,6 +12,8 @@ class UnitParams(NamedTuple):
 
     params: tuple[Param, ...]
     numel: int
+    largest: int = 0
+    """Elements of its largest parameter."""
 
     def sharded_numel(self, n: int) -> int:
         """Elements on the fullest rank when dim 0 of each parameter is split over n ranks (FSDP2: rank 0, padded)."""
@@ -21,7 +23,8 @@ class UnitParams(NamedTuple):
 
 
 def _unit(params: list[Param]) -> UnitParams:
-    return UnitParams(tuple(params), sum(p.numel for p in params))
+    numels = [p.numel for p in params]
+    return UnitParams(tuple(params), sum(numels), max(numels, default=0))
 
 
 class Inventory(NamedTuple):
@@ -59,7 +62,7 @@ class Inventory(NamedTuple):
 
     @property
     def largest(self) -> int:
-        return max((p.numel for unit in (self.embedding, self.layer, self.head) for p in unit.params), default=0)
+        return max(self.embedding.largest, self.layer.largest, self.head.largest)
 
 
 def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True, head: bool = True) -> Inventory:

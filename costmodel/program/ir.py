@@ -111,7 +111,7 @@ def seq(*parts: Part | tuple[Part, int]) -> Seq:
     """A Seq of parts, dropping empty ones; `seq(a, (b, 3))` is a, then b three times."""
     out: list[tuple[Part, int]] = []
     for part in parts:
-        p, n = part if isinstance(part, tuple) and not isinstance(part, Seq) else (part, 1)
+        p, n = part if type(part) is tuple else (part, 1)
         if n > 0 and (p.ops if isinstance(p, Block) else p.parts):
             out.append((p, n))
     return Seq(tuple(out))
@@ -141,22 +141,17 @@ def fold(part: Part, leaf: Callable[[Block], A], join: Callable[[A, A], A], repe
     Equal parts are read once; `seen` carries readings (by identity) from one fold of a program to the next.
     """
     seen = {} if seen is None else seen
-
-    def read(p: Part) -> A:
-        key = id(p)
-        if key in seen:
-            return seen[key]
-        if isinstance(p, Block):
-            value = leaf(p)
-        else:
-            value = unit
-            for child, n in p.parts:
-                one = read(child)
-                value = join(value, one if n == 1 else repeat(one, n))
-        seen[key] = value
-        return value
-
-    return read(part)
+    if isinstance(part, Block):
+        value = leaf(part)
+    else:
+        value = unit
+        for child, n in part.parts:
+            one = seen.get(id(child))
+            if one is None:
+                one = fold(child, leaf, join, repeat, unit, seen)
+            value = join(value, one if n == 1 else repeat(one, n))
+    seen[id(part)] = value
+    return value
 
 
 def expand(part: Part) -> Iterator[Block]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import build_run, predict
-from costmodel.program.schedule import linear_order, pace
+from costmodel.program.schedule import pace, rounds
 
 SECONDS = st.integers(1, 50).map(float)
 SHAPES = st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 24))
@@ -16,7 +16,7 @@ def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, 
     """At a fixed micro-batch and free messages, whatever each stage takes: of every rank, idle time over the whole step."""
     schedule, p, m = shape
     durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
-    ends = [max(pace(linear_order(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)[0]) for n in (m, m + 1)]
+    ends = [max(pace(rounds(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)[0]) for n in (m, m + 1)]
     for rank in range(p):
         work = durations[2 * rank] + durations[2 * rank + 1]
         fewer, more = ((end - n * work) / end for end, n in zip(ends, (m, m + 1), strict=True))
@@ -27,7 +27,7 @@ def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, 
 def test_a_pipeline_takes_at_least_the_work_of_its_slowest_rank_and_a_pass_through_all(shape: tuple[str, int, int], data: st.DataObject) -> None:
     schedule, p, m = shape
     durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
-    end = max(pace(linear_order(schedule, p, 1, m), p, m, durations, durations, durations, 0.0)[0])
+    end = max(pace(rounds(schedule, p, 1, m), p, m, durations, durations, durations, 0.0)[0])
     slowest = max(durations[2 * r] + durations[2 * r + 1] for r in range(p))
     assert max(m * slowest, sum(durations)) <= end <= m * sum(durations)
 
