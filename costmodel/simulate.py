@@ -70,6 +70,8 @@ class Clocks:
 Step = tuple[int, float, float, float, str, str, float]
 CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
 NEVER = (0.0, "", 0.0)
+IN_STEP = "tp"
+"""The axis whose collectives begin when compute reaches them, never ahead of it: when exactly its stream was last busy decides nothing."""
 CONTROL = {"wait": WAIT, "record": RECORD, "hold": HOLD, "sync": SYNC}
 
 
@@ -88,7 +90,7 @@ class Compiled:
     sent: tuple[Comm, ...]
     """Its collectives."""
     stretch: "Stretch | None" = None
-    """The whole block, where it touches no other stream but for collectives that compute waits for at once."""
+    """The whole block, where it touches no other stream but for collectives of tp that compute waits for at once."""
 
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
@@ -279,10 +281,10 @@ class Stretch(NamedTuple):
 def _stretch(steps: Sequence[Step], phase: str) -> Stretch | None:
     """The steps of a block as one stretch, where they are."""
     whole: Stretch | None = None
-    for code, host, device, longest, axis, _, detached in steps:
+    for code, host, device, longest, axis, *_ in steps:
         if code == CHUNK:
             one = Stretch(host, device, longest, phase)
-        elif code == BLOCKING and not detached:
+        elif code == BLOCKING and axis == IN_STEP:
             one = Stretch(host, device, host + device, phase, ((axis, device),))
         else:
             return None
