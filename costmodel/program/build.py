@@ -496,13 +496,17 @@ def _keeping(ops: list[Op], tensor: Tensor) -> list[Op]:
 
 
 def compress(parts: list[tuple[Part, int]]) -> list[tuple[Part, int]]:
-    """Parts with counts, in which a period of parts that repeats is one part."""
-    if len(parts) < 2:
-        return parts
+    """Parts with counts, in which neighbours that are the same part, and a period of parts that repeats, are one part."""
+    joined: list[tuple[Part, int]] = []
+    for part, n in parts:
+        if joined and joined[-1][0] is part:
+            n += joined.pop()[1]
+        joined.append((part, n))
+    if len(joined) < 4:
+        return joined
     out: list[tuple[Part, int]] = []
-    for start, length, count in periods([(id(p), n) for p, n in parts]):
-        part, n = parts[start]
-        out.append((part, n * count) if length == 1 else (Seq(tuple(parts[start:start + length])), count))
+    for start, length, count in periods([(id(p), n) for p, n in joined]):
+        out.append(joined[start] if count == 1 else (Seq(tuple(joined[start:start + length])), count))
     return out
 
 
