@@ -9,7 +9,6 @@ from c to max(c + ΣC, h + D), D the longest path that begins with a launch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import sub
 from typing import NamedTuple, Protocol
 
 from costmodel.program.ir import Block, Comm, Op, Part
@@ -17,6 +16,8 @@ from costmodel.program.ir import Block, Comm, Op, Part
 COMPUTE_KINDS = ("matmul", "attention", "memory")
 SETTLED = 1e-9
 """Relative difference below which two successive repeats count as equal."""
+ROUNDING = 4e-15
+"""Relative difference of two sums that are the same but for rounding."""
 
 
 class Prices(Protocol):
@@ -60,11 +61,12 @@ class Clocks:
     """Seconds of the compute stream by phase."""
     comm: dict[str, float] = field(default_factory=dict)
 
-    def flat(self) -> list[float]:
-        """Everything that moves, in the order of `_advance`: first what decides how things go on, then what is only summed up."""
-        events = self.events.values()
-        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[e[0] for e in events], *[e[2] for e in events],
-                self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
+    led: int = 0
+    """How often the host decided when something on another stream than compute began."""
+
+    def copy(self) -> "Clocks":
+        return Clocks(self.host, self.compute, dict(self.streams), dict(self.busy_from), dict(self.events), dict(self.waits), self.contention,
+                      dict(self.phases), dict(self.comm), self.led)
 
 
 Step = tuple[int, float, float, float, str, str, float]
@@ -198,6 +200,8 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             if not detached and compute > start:
                 start = compute
                 late = 0.0
+            if late:
+                c.led += 1
             end = start + device
             if start > free or axis not in busy:
                 busy[axis] = start
@@ -223,6 +227,8 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             start = host if host > free else free
             if not detached and compute > start:
                 start = compute
+            if start == host:
+                c.led += 1
             if start > free or axis not in busy:
                 busy[axis] = start
             streams[axis] = start + device
@@ -300,8 +306,8 @@ class Scan:
         self.kappa = prices.contention
         self.compiled: dict[int, tuple[Block, Compiled]] = {}
         """By identity, with the block, so that no other takes its place."""
-        self.steady: dict[int, tuple[Part, list[float]]] = {}
-        """How one repeat of a part advances the clocks once they have settled."""
+        self.settled: dict[int, Advance] = {}
+        """How one repeat of a part advances the clocks once they have settled, by the part's identity."""
         self.stretches: dict[int, tuple[Part, Stretch | None]] = {}
 
     def of(self, block: Block) -> Compiled:
@@ -351,48 +357,140 @@ class Scan:
                     self.run(child, clocks, n)
 
     def _repeat(self, part: Part, clocks: Clocks, times: int) -> None:
-        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, or one advances them as the part was
-        seen to when it had settled, the next do too, as long as no stream overtakes another."""
-        before = clocks.flat()
-        step: list[float] | None = None
-        settled = self.steady.get(id(part), (part, None))[1]
-        left = times
-        while left:
+        """Repeats (layers, micro-batches), run until they are seen to go on alike; the others are not run."""
+        known = self.settled.get(id(part))
+        if known is not None:
             self.run(part, clocks)
-            left -= 1
-            if not left:
-                break
-            after = clocks.flat()
-            new: list[float] | None = None
-            if len(after) == len(before):
-                new = list(map(sub, after, before))
-                if settled is not None and _same(settled, new) or step is not None and _same(step, new):
-                    skip = min(left, _headroom(clocks, new))
-                    if skip > 0:
-                        settled = new
-                        self.steady[id(part)] = (part, new)
-                        _advance(clocks, new, skip)
-                        left -= skip
-                        after = clocks.flat()
-            step, before = new, after
+            times -= 1
+            if times and known.begins_at(clocks):
+                known.advance(clocks, times)
+                return
+        last: Advance | None = None
+        while times:
+            before = clocks.copy()
+            self.run(part, clocks)
+            times -= 1
+            if not times:
+                return
+            new = Advance.between(part, before, clocks)
+            if new.uniform:
+                self.settled[id(part)] = new
+                new.advance(clocks, times)
+                return
+            skip = min(times, _headroom(clocks, new)) if last is not None and new.same(last) else 0
+            if skip > 0:
+                new.advance(clocks, skip)
+                times -= skip
+            last = new
 
 
-def _same(a: list[float], b: list[float]) -> bool:
-    if len(a) != len(b):
+class Advance(NamedTuple):
+    """What one repeat of a part did to the clocks: how much each moved, those that did not left out."""
+
+    part: Part
+    compute: float
+    host: float
+    contention: float
+    led: int
+    streams: dict[str, float]
+    busy_from: dict[str, float]
+    events: dict[str, float]
+    sums: tuple[dict[str, float], dict[str, float], dict[str, float]]
+    """Of waits, phases, comm."""
+    start: Clocks
+    """The clocks before it."""
+
+    @classmethod
+    def between(cls, part: Part, a: Clocks, b: Clocks) -> "Advance":
+        """From the clocks before and after a repeat."""
+        streams = _moved(a.streams, b.streams)
+        return cls(part, b.compute - a.compute, b.host - a.host, b.contention - a.contention, b.led - a.led, streams, _moved(a.busy_from, b.busy_from),
+                   {name: e[0] - a.events.get(name, NEVER)[0] for name, e in b.events.items() if e != a.events.get(name)},
+                   (_moved(a.waits, b.waits), _moved(a.phases, b.phases), _moved(a.comm, b.comm)),
+                   a)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all that moved, moved alike: from then on every repeat does. The host may fall behind where it decided nothing, and a
+        stream may have been busy since whenever, where that is past."""
+        a, gain, near = self.start, self.compute, _rounding(self.start)
+        if not -near <= gain - self.host <= near and (self.led or "host" in self.sums[0] or self.host > gain):
+            return False
+        for moved in (self.streams, self.events):
+            for g in moved.values():
+                if not -near <= g - gain <= near:
+                    return False
+        for name, g in self.busy_from.items():
+            if not -near <= g - gain <= near and a.busy_from.get(name, 0.0) + g > a.compute:
+                return False
+        for name, end in a.streams.items():
+            if end > a.compute and name not in self.streams:
+                return False
+        return True
+
+    def begins_at(self, c: Clocks) -> bool:
+        """Whether the clocks stand to one another as before this repeat, which was uniform."""
+        then, near = self.start, _rounding(c)
+        later = c.compute - then.compute
+        behind = later - (c.host - then.host)
+        if behind < -near or behind > near and (self.led or "host" in self.sums[0]):
+            return False
+        for name in self.streams:
+            if not -near <= c.streams[name] - then.streams[name] - later <= near:
+                return False
+            if c.busy_from[name] > c.compute and not -near <= c.busy_from[name] - then.busy_from[name] - later <= near:
+                return False
+        for name in self.events:
+            if not -near <= c.events[name][0] - then.events[name][0] - later <= near:
+                return False
+        return all([name in self.streams or end <= c.compute for name, end in c.streams.items()])
+
+    def same(self, other: "Advance") -> bool:
+        """Whether two successive repeats moved the same clocks as much."""
+        return (_same({"": self.compute, "host": self.host, "contention": self.contention}, {"": other.compute, "host": other.host,
+                      "contention": other.contention}) and _same(self.streams, other.streams) and _same(self.busy_from, other.busy_from)
+                and _same(self.events, other.events) and all(map(_same, self.sums, other.sums)))
+
+    def advance(self, c: Clocks, times: int) -> None:
+        """Repeat it without running it."""
+        c.compute += times * self.compute
+        c.host += times * self.host
+        c.contention += times * self.contention
+        for table, moved in zip((c.streams, c.busy_from, c.waits, c.phases, c.comm), (self.streams, self.busy_from, *self.sums), strict=True):
+            for name, gain in moved.items():
+                table[name] += times * gain
+        for name, gain in self.events.items():
+            when, by, late = c.events[name]
+            c.events[name] = when + times * gain, by, late and late + times * gain
+
+
+def _moved(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {name: end - a.get(name, 0.0) for name, end in b.items() if end != a.get(name)}
+
+
+def _rounding(c: Clocks) -> float:
+    """Seconds by which clocks that are the same may differ."""
+    return ROUNDING * (c.compute + c.host) + 1e-15
+
+
+def _same(a: dict[str, float], b: dict[str, float]) -> bool:
+    if a.keys() != b.keys():
         return False
-    for x, y in zip(a, b, strict=True):
+    for name, x in a.items():
+        y = b[name]
         if x != y and abs(x - y) > SETTLED * (abs(x) + abs(y)) + 1e-15:
             return False
     return True
 
 
-def _headroom(clocks: Clocks, step: list[float]) -> int:
+def _headroom(clocks: Clocks, step: Advance) -> int:
     """Repeats of an advance before one stream overtakes another (and so another wait decides), less a margin of two.
 
     Inside a repeat a stream may be ahead of where it ends by as much as it advances, so that much distance does not count; and
-    two that part but are not further apart yet may have met in the last repeat.
+    two that part but are not further apart yet may have met in the last repeat. A stream that did not move, and is behind, decides nothing.
     """
-    pairs = list(zip([clocks.compute, clocks.host, *clocks.streams.values()], step, strict=False))
+    pairs = [(clocks.compute, step.compute), (clocks.host, step.host)]
+    pairs += [(end, step.streams.get(name, 0.0)) for name, end in clocks.streams.items() if name in step.streams or end > clocks.compute - step.compute]
     least = 1e18
     for i, (value, gain) in enumerate(pairs):
         for other, other_gain in pairs[:i]:
@@ -406,24 +504,6 @@ def _headroom(clocks: Clocks, step: list[float]) -> int:
             elif apart < 0.0:
                 return 0
     return int(least) - 2 if least < 1e17 else 1 << 60
-
-
-def _advance(clocks: Clocks, step: list[float], times: int) -> None:
-    """Repeat an advance without running it."""
-    values = iter([s * times for s in step])
-    clocks.compute += next(values)
-    clocks.host += next(values)
-    for name in clocks.streams:
-        clocks.streams[name] += next(values)
-    for name in clocks.busy_from:
-        clocks.busy_from[name] += next(values)
-    moved_events = [next(values) for _ in clocks.events]
-    for (name, (when, by, late)), moved in zip(list(clocks.events.items()), moved_events, strict=True):
-        clocks.events[name] = (when + moved, by, late + next(values))
-    clocks.contention += next(values)
-    for table in (clocks.waits, clocks.phases, clocks.comm):
-        for name in table:
-            table[name] += next(values)
 
 
 def seconds(step: Part, scan: Scan) -> float:

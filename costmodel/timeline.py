@@ -74,7 +74,7 @@ class Timeline:
 
     def slices(self, span: Span, *, ops: bool = False) -> list[Slice]:
         """What the streams do in a span, in order of issue: compute and host by unit, or by op; collectives and waits one by one."""
-        clocks, out = _copy(span.clocks), []
+        clocks, out = span.clocks.copy(), []
         for name, blocks in _units(span.part, self.first_layers.get(span.stage, 0)):
             before = clocks.compute, clocks.host
             inside = [s for block in blocks for s in _block_slices(clocks, block, self.scan)]
@@ -117,7 +117,7 @@ def _walk(step: Seq, micro_batches: int, clocks: Clocks, scan: Scan) -> Iterator
             if isinstance(part, Seq) and micro < micro_batches and len(part.parts) == 2 and _phase(part) == "forward":
                 halves = [child for child, _ in part.parts]
             for half in halves:
-                phase, before, start = _phase(half), _copy(clocks), clocks.compute
+                phase, before, start = _phase(half), clocks.copy(), clocks.compute
                 scan.run(half, clocks)
                 of_one = len(halves) == 2
                 yield Span(f"{phase} {micro}" if of_one else phase, phase, start, clocks.compute, 0, micro if of_one else -1, half, before)
@@ -291,7 +291,3 @@ def _with_exposure(slices: list[Slice]) -> list[Slice]:
 
 def _moved(s: Slice, by: float) -> Slice:
     return replace(s, start_s=s.start_s + by, end_s=s.end_s + by) if by else s
-
-
-def _copy(c: Clocks) -> Clocks:
-    return Clocks(c.host, c.compute, dict(c.streams), dict(c.busy_from), dict(c.events), dict(c.waits), c.contention, dict(c.phases), dict(c.comm))
