@@ -1,6 +1,7 @@
 """The memory reading of a program: what is live, when it is most, and what that is made of."""
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import add
@@ -32,7 +33,7 @@ EMPTY = 1 << LANE - 2
 
 
 class Reading(NamedTuple):
-    """Memory of a piece of program, relative to its start; a monoid under `join`."""
+    """Memory of a piece of program, relative to its start; a monoid under `chain`."""
 
     net: int
     """Bytes per category at the end, packed."""
@@ -50,9 +51,7 @@ class Reading(NamedTuple):
     """Bytes per allocator pool at the end, and the highest of each; None where only the compute stream's is used."""
 
 
-ZERO = Reading(0, 0, 0, 0, "", 0, 0, None)
-_reading = partial(tuple.__new__, Reading)
-"""A Reading of a tuple of its fields: half the price of naming them."""
+NOTHING = Reading(0, 0, 0, 0, "", 0, 0, None)
 
 
 def pools_of(r: Reading) -> tuple[Pools, Pools]:
@@ -102,38 +101,38 @@ def _read_pools(block: Block) -> tuple[Pools, Pools]:
     return tuple(pools), tuple(peaks)
 
 
-def join(a: Reading, b: Reading) -> Reading:
-    """a, then b."""
-    if a is ZERO:
-        return b
-    net, total, peak, at_peak, moment, held, top, pools = a
-    later, more = total + b.peak, held + b.activations
-    if later > peak:
-        peak, at_peak, moment = later, net + b.at_peak, b.moment
-    if pools is not None or b.pools is not None:
-        pools = _join_pools(pools_of(a), pools_of(b))
-    return _reading((net + b.net, total + b.total, peak, at_peak, moment, held + b.held, top if top > more else more, pools))
+def chain(start: Reading, parts: Iterable[tuple[Reading, int]]) -> Reading:
+    """`start`, then each part so often; of a part that leaves something behind, the last repeat is as high as any."""
+    net, total, peak, at_peak, moment, held, top, pools = start
+    for part, n in parts:
+        net_1, total_1, peak_1, at_peak_1, moment_1, held_1, top_1, pools_1 = part
+        if pools is not None or pools_1 is not None:
+            pools = _chain_pools(pools or ((total, 0, 0), (peak, 0, 0)), pools_of(part), n)
+        if total + peak_1 > peak:
+            peak, at_peak, moment = total + peak_1, net + at_peak_1, moment_1
+        if held + top_1 > top:
+            top = held + top_1
+        if n > 1:
+            more = n - 1
+            net, total, held = net + more * net_1, total + more * total_1, held + more * held_1
+            if total + peak_1 > peak:
+                peak, at_peak, moment = total + peak_1, net + at_peak_1, moment_1
+            if held + top_1 > top:
+                top = held + top_1
+        net, total, held = net + net_1, total + total_1, held + held_1
+    return Reading(net, total, peak, at_peak, moment, held, top, pools)
 
 
-def _join_pools(a: tuple[Pools, Pools], b: tuple[Pools, Pools]) -> tuple[Pools, Pools]:
-    (end, highest), (more, later) = a, b
-    return tuple(map(add, end, more)), tuple(map(max, highest, map(add, end, later)))
-
-
-def repeat(a: Reading, n: int) -> Reading:
-    """a, n times: the peak is in the last repeat where a leaves something behind, else in the first."""
-    if not a.net and not (a.pools and any(a.pools[0])):
-        return a
-    last = n - 1
-    before = Reading(a.net * last, a.total * last, a.peak, a.at_peak, a.moment, a.held * last, a.activations,
-                     a.pools and (tuple([x * last for x in a.pools[0]]), a.pools[1]))
-    return join(before, a)._replace(moment=a.moment)
+def _chain_pools(a: tuple[Pools, Pools], b: tuple[Pools, Pools], n: int) -> tuple[Pools, Pools]:
+    (live, highest), (more, above) = a, b
+    first, last = map(add, live, above), [x + (n - 1) * y + z for x, y, z in zip(live, more, above, strict=True)]
+    return tuple([x + n * y for x, y in zip(live, more, strict=True)]), tuple(map(max, highest, first, last))
 
 
 def read(part: Part, memo: dict[int, Reading]) -> Reading:
     """The reading of a piece of program; `memo` holds what has been read before, of this program."""
     known = memo.get(id(part))
-    return fold(part, read_block, join, repeat, ZERO, memo) if known is None else known
+    return fold(part, read_block, partial(chain, NOTHING), memo) if known is None else known
 
 
 def of_tensors(tensors: tuple[Tensor, ...]) -> Reading:
@@ -165,12 +164,9 @@ def _at_rest(r: Reading, moment: str) -> Reading:
 def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Reading, Reading, Reading]:
     """(whole, passes, update): readings of a step that begins at `start`; update is its last block."""
     assert not isinstance(step, Block)
-    passes = _at_rest(start, "at rest")
-    for child, n in step.parts[:-1]:
-        one = read(child, memo)
-        passes = join(passes, one if n == 1 else repeat(one, n))
-    last, _ = step.parts[-1]
-    update = join(_at_rest(passes, "before the update"), read(last, memo))
+    *before, (last, _) = step.parts
+    passes = chain(_at_rest(start, "at rest"), [(read(child, memo), n) for child, n in before])
+    update = chain(_at_rest(passes, "before the update"), [(read(last, memo), 1)])
     higher = update if update.peak > passes.peak else passes
     pools = None
     if passes.pools or update.pools:
@@ -187,7 +183,7 @@ def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> M
     with what the first left (gradients, optimizer state).
     """
     memo = {} if memo is None else memo
-    init = of_tensors(program.persistent)
+    init = memo.get(id(program.persistent)) or memo.setdefault(id(program.persistent), of_tensors(program.persistent))
     first, _, _ = _phases(init, program.first_step, memo)
     steady, passes, update = _phases(first, program.step, memo)
     peaks = [_peak(r) for r in (init, first, passes, update)]

@@ -268,13 +268,13 @@ class Builder:
                 self.raw_backward[key] = _marked(u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1]))
         return self.raw_backward[key]
 
-    def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool]) -> list[Op]:
+    def _with_gradients(self, unit: str, index: int, micro: str) -> list[Op]:
         """The unit's backward, with what the strategy does as each gradient appears.
 
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
-        ops, marks = self._raw_backward(unit, borrowed)
+        ops, marks = self._raw_backward(unit, (False, False))
         done = 0
         for at, item in marks:
             out += ops[done:at]
@@ -358,13 +358,28 @@ class Builder:
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear; the same on every stage."""
-        alike = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied)
-        key = (*alike, borrowed)
-        if key not in self.cores:
-            made = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro, borrowed)), self.cores.get(alike))
-            self.cores[key] = made
-            self.cores.setdefault(alike, made)
-        return self.cores[key]
+        key = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied, borrowed)
+        core = self.cores.get(key)
+        if core is None:
+            if any(borrowed):
+                own = self.backward_core(unit, index, micro, variant)
+                core = Block(unit, "backward", self._borrowing(unit, own.ops, borrowed), own)
+            else:
+                core = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro)))
+            self.cores[key] = core
+        return core
+
+    def _borrowing(self, unit: str, own: tuple[Op, ...], borrowed: tuple[bool, bool]) -> tuple[Op, ...]:
+        """A unit's backward where its input, or its output's gradient, is not its own to free: other ops of the tape in the same places."""
+        before, after = self._raw_backward(unit, (False, False))[0], self._raw_backward(unit, borrowed)[0]
+        ops, at = list(own), 0
+        for mine, other in zip(before, after, strict=True):
+            while ops[at].name != mine.name:
+                at += 1
+            if other is not mine:
+                ops[at] = other.taking(ops[at].allocs[len(mine.allocs):])
+            at += 1
+        return tuple(ops)
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Part:
         s = self.strategy
