@@ -132,6 +132,8 @@ class Builder:
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
         """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""
+        self.places: dict[int, list[int]] = like.places if like else {}
+        """Where in a backward the tape's own ops are, by its identity."""
         self.parts: dict[object, Part] = {}
         self.slots: dict[tuple[object, ...], Seq] = {}
         self.sends: dict[str, list[tuple[Part, int]]] = {}
@@ -265,18 +267,24 @@ class Builder:
                 ops, marks = self._raw_backward(unit, (False, borrowed[1]))
                 self.raw_backward[key] = _keeping(ops, Tensor(u.entry.name, "activations", u.entry.own_bytes)), marks
             else:
-                self.raw_backward[key] = _marked(u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1]))
+                ops, marks = _marked(u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1]))
+                if borrowed[1]:
+                    own = self._raw_backward(unit, (borrowed[0], False))[0]
+                    ops = [a if a == b else b for a, b in zip(own, ops, strict=True)]
+                self.raw_backward[key] = ops, marks
         return self.raw_backward[key]
 
-    def _with_gradients(self, unit: str, index: int, micro: str) -> list[Op]:
-        """The unit's backward, with what the strategy does as each gradient appears.
+    def _with_gradients(self, unit: str, index: int, micro: str) -> tuple[list[Op], list[int]]:
+        """The unit's backward, with what the strategy does as each gradient appears, and where in it the tape's own ops are.
 
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
         ops, marks = self._raw_backward(unit, (False, False))
         done = 0
+        places: list[int] = []
         for at, item in marks:
+            places += range(len(out), len(out) + at - done)
             out += ops[done:at]
             done = at
             tied = self.tied and item.param.name == "embedding.weight"
@@ -293,7 +301,8 @@ class Builder:
             elif allocs:
                 out[-1] = out[-1].taking(allocs)
             out += more
-        return out + ops[done:]
+        places += range(len(out), len(out) + len(ops) - done)
+        return out + ops[done:], places
 
     def backward_layers(self, micro: str) -> list[tuple[Part, int]]:
         """Blocks of the layers' backward, last layer first; a checkpointed layer or group is computed again before its own."""
@@ -363,22 +372,21 @@ class Builder:
         if core is None:
             if any(borrowed):
                 own = self.backward_core(unit, index, micro, variant)
-                core = Block(unit, "backward", self._borrowing(unit, own.ops, borrowed), own)
+                core = Block(unit, "backward", self._borrowing(unit, own.ops, self.places[id(own)], borrowed), own)
             else:
-                core = Block(unit, "backward", tuple(self._with_gradients(unit, index, micro)))
+                ops, places = self._with_gradients(unit, index, micro)
+                core = Block(unit, "backward", tuple(ops))
+                self.places[id(core)] = places
             self.cores[key] = core
         return core
 
-    def _borrowing(self, unit: str, own: tuple[Op, ...], borrowed: tuple[bool, bool]) -> tuple[Op, ...]:
+    def _borrowing(self, unit: str, own: tuple[Op, ...], places: list[int], borrowed: tuple[bool, bool]) -> tuple[Op, ...]:
         """A unit's backward where its input, or its output's gradient, is not its own to free: other ops of the tape in the same places."""
+        ops = list(own)
         before, after = self._raw_backward(unit, (False, False))[0], self._raw_backward(unit, borrowed)[0]
-        ops, at = list(own), 0
-        for mine, other in zip(before, after, strict=True):
-            while ops[at].name != mine.name:
-                at += 1
+        for mine, other, at in zip(before, after, places, strict=True):
             if other is not mine:
                 ops[at] = other.taking(ops[at].allocs[len(mine.allocs):])
-            at += 1
         return tuple(ops)
 
     def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Part:
