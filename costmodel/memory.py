@@ -10,13 +10,14 @@ from typing import NamedTuple
 from costmodel.program.ir import Block, Op, Part, RankProgram, Tensor, expand, fold
 from costmodel.report import CATEGORIES, Peak
 
-LANE = 64
-"""Bits of one category's bytes where all categories share an integer: adding two such integers adds every category."""
-CATEGORY = {category: 1 << LANE * i for i, category in enumerate(CATEGORIES)}
 ACTIVATIONS = "activations"
-OFFSET = sum(CATEGORY.values()) << LANE - 2
+PACKED = sorted(CATEGORIES, key=("temporaries", ACTIVATIONS, "gradients", "communication", *CATEGORIES).index)
+"""Categories in one integer, 64 bits each, those that change most lowest: adding two such integers adds every category."""
+LANE = {category: 64 * i for i, category in enumerate(PACKED)}
+EMPTY = 1 << 62
+OFFSET = sum(EMPTY << lane for lane in LANE.values())
 """Added to a sum, it makes every lane positive, so that lanes can be told apart."""
-LANES = struct.Struct(f"<{len(CATEGORIES)}Q")
+LANES = struct.Struct(f"<{len(PACKED)}Q")
 POOLS = ("", "gather", "reduce")
 POOL_INDEX = {pool: i for i, pool in enumerate(POOLS)}
 Pools = tuple[int, ...]
@@ -24,12 +25,8 @@ Pools = tuple[int, ...]
 
 def by_category(packed: int) -> dict[str, int]:
     """Bytes per category of a packed sum, zeros left out."""
-    lanes = LANES.unpack((packed + OFFSET).to_bytes(LANES.size, "little"))
-    return {category: lane - EMPTY for category, lane in zip(CATEGORIES, lanes, strict=True) if lane != EMPTY}
-
-
-EMPTY = 1 << LANE - 2
-"""A lane of OFFSET."""
+    lanes = dict(zip(PACKED, LANES.unpack((packed + OFFSET).to_bytes(LANES.size, "little")), strict=True))
+    return {category: lanes[category] - EMPTY for category in CATEGORIES if lanes[category] != EMPTY}
 
 
 class Reading(NamedTuple):
@@ -67,7 +64,7 @@ def read_block(block: Block) -> Reading:
         allocs, frees = op.allocs, op.frees
         if allocs:
             for _, category, nbytes, pool in allocs:
-                net += CATEGORY[category] * nbytes
+                net += nbytes << LANE[category]
                 total += nbytes
                 if category == ACTIVATIONS:
                     held += nbytes
@@ -78,7 +75,7 @@ def read_block(block: Block) -> Reading:
             if held > top:
                 top = held
         for _, category, nbytes, pool in frees:
-            net -= CATEGORY[category] * nbytes
+            net -= nbytes << LANE[category]
             total -= nbytes
             if category == ACTIVATIONS:
                 held -= nbytes

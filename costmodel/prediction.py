@@ -4,7 +4,7 @@ from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, single_builder
-from costmodel.program.ir import BlockCounts, block_counts
+from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
@@ -115,17 +115,13 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 
 def _collectives(counts: BlockCounts, prices: RunPrices, scan: Scan) -> tuple[Collective, ...]:
     """The collectives of a step, equal ones together."""
-    found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
+    found: dict[tuple[str, Comm], int] = {}
     for block, times in counts:
-        for c in scan.of(block).sent:
-            phase = "backward" if block.phase == "recompute" else block.phase
-            key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
+        for comm in scan.of(block).sent:
+            key = ("backward" if block.phase == "recompute" else block.phase, comm)
             found[key] = found.get(key, 0) + times
-    out: list[Collective] = []
-    for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():
-        seconds = prices.seconds_of(axis, kind, message, group)
-        out.append(Collective(phase, axis, kind, group, count, inside, outside, message, dtype, count * seconds))
-    return tuple(out)
+    return tuple([Collective(phase, c.axis, c.kind, c.group, count, c.in_bytes, c.out_bytes, c.nbytes, c.dtype, count * prices.collective_s(c))
+                  for (phase, c), count in found.items()])
 
 
 def _scaling(run: Run, program: Program, scan: Scan, fixed: float, step_s: float) -> Scaling:

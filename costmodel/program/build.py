@@ -1,6 +1,6 @@
 """From a Run to the program of each rank role: the units are recorded once, the strategy adds what it sends and keeps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -167,13 +167,21 @@ class Builder:
             self.blocks[key] = Block(name, phase, tuple(ops))
         return self.blocks[key]
 
+    def small(self, name: str, phase: str, ops: Iterable[Op]) -> Block:
+        """A block of a few ops, one object wherever it occurs in the program."""
+        made = tuple(ops)
+        key = (name, phase, made)
+        if key not in self.cores:
+            self.cores[key] = Block(name, phase, made)
+        return self.cores[key]
+
     def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Part:
         """A unit's own block between what the strategy does around it; a compiled layer is entered by a call."""
         if self.numbers.compiled and name == LAYER:
             before = [*before, Op("compiled.call", "call")]
         if not before and not after:
             return core
-        return seq(Block(name, phase, tuple(before)), core, Block(name, phase, tuple(after)))
+        return seq(self.small(name, phase, before), core, self.small(name, phase, after))
 
     @property
     def recomputed_flops(self) -> float:
@@ -431,12 +439,12 @@ class Builder:
         if stage.first:
             parts.append(self.forward_edge(EMBEDDING, micro, enter, []))
         else:
-            parts.append(Block("stage", "forward", tuple(enter)))
+            parts.append(self.small("stage", "forward", enter))
         parts += compress(self.forward_layers(micro))
         if stage.last:
             parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=self._replaces(micro)))
         else:
-            parts.append(Block("stage", "forward", tuple(leave)))
+            parts.append(self.small("stage", "forward", leave))
         return seq(*parts)
 
     def _backward(self, micro: str) -> Seq:
@@ -451,10 +459,10 @@ class Builder:
             done = (Tensor("loss", "activations", head.exit.nbytes), *(batch_tensors(self.run) if whole else ()))
             ending.append(Op("loss.release", "host", kernels=0, frees=done))
         else:
-            parts.append(Block("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
+            parts.append(self.small("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
         parts += compress(self.backward_layers(micro))
         ending += [*links.after_backward(micro, self.kept_output()), *s.backward_end(micro)]
-        parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else Block("stage", "backward", tuple(ending)))
+        parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else self.small("stage", "backward", ending))
         return seq(*parts)
 
     def kept_output(self) -> tuple[Tensor, ...]:

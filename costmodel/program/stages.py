@@ -43,6 +43,8 @@ def build_pipeline(run: Run) -> Program:
     refuse(run)
     p, numbers, m = run.plan, numbers_of(run), run.micro_batches
     like: Builder | None = None
+    slots: dict[int, dict[tuple[str, str], Seq]] = {}
+    """By the identity of a builder: stages that are alike run the same."""
     kinds: dict[tuple[int, bool, bool], Builder] = {}
     by_stage: dict[int, Builder] = {}
     for stage in stages_of(run):
@@ -80,10 +82,12 @@ def build_pipeline(run: Run) -> Program:
         if alike not in around:
             around[alike] = _around(run, mine)
         a = around[alike]
-        by_slot = {slot: _part(mine, slot) for slot, _ in slot_counts(*order)}
+        by_slot: dict[Slot, Seq] = {}
         counts: dict[int, tuple[Seq, int]] = {}
         for slot, n in slot_counts(*order):
-            part = by_slot[slot]
+            known, key = slots.setdefault(id(mine[slot.stage]), {}), slot[::2]
+            part = known.get(key) or known.setdefault(key, _part(mine, slot))
+            by_slot[slot] = part
             counts[id(part)] = part, n + counts.get(id(part), (part, 0))[1]
         parts = one([(a.before, 1), *counts.values(), (a.after, 1)])
         pattern = slot_pattern(*order)
