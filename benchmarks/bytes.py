@@ -25,6 +25,7 @@ DEEP_GPT = {**GPT, "vocab": 256}
 SPLIT_GPT = {**GPT, "fused_qkv": False}
 """DTensor cannot cut a fused query, key and value matrix by columns."""
 EIGHT = {**LLAMA, "layers": 8}
+MIXTURE = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 704}}
 SHORT = {"seq_len": 512, "micro_batch": 2}
 MEAN, WORST = 0.02, 0.05
 
@@ -132,7 +133,7 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + tensor_cases() + pipeline_cases()
+    return found + tensor_cases() + context_cases() + pipeline_cases() + expert_cases()
 
 
 def tensor_cases() -> list[Case]:
@@ -164,6 +165,34 @@ def tensor_cases() -> list[Case]:
     ]
 
 
+def context_cases() -> list[Case]:
+    """Shared sequences: ring, all-gather and Ulysses, with DDP, FSDP and HSDP; the peak at the head, and (DEEP) in attention."""
+    pure, fp32, cpu = {"precision": "bf16-pure"}, {"precision": "fp32"}, "cpu_epyc_2core"
+    deep, many = {**DEEP, "ffn": 512}, {**DEEP, "kv_heads": 8}
+    kinds = ("ring", "allgather", "ulysses")
+    found = [case(f"ddp 2 x cp 2 {kind}", LLAMA, 4, "ddp", pure, cp=2, cp_kind=kind) for kind in kinds]
+    found += [case(f"fsdp 2 x cp 4 {kind} deep", deep if kind != "ulysses" else {**many, "ffn": 512}, 8, "fsdp", cp=4, cp_kind=kind) for kind in kinds]
+    found += [case(f"cp 2 {kind} deep cpu fp32", deep, 2, "ddp", fp32, cp=2, cp_kind=kind, gpu=cpu) for kind in kinds]
+    return found + [
+        case("cp 8 ring deep full ckpt", {**deep, "kv_heads": 8}, 8, "fsdp", {"seq_len": 2048}, cp=8, checkpointing="full"),
+        case("cp 2 allgather llama", LLAMA, 2, "fsdp", cp=2, cp_kind="allgather"),
+        case("ddp 2 x cp 2 ring autocast", deep, 4, "ddp", cp=2),
+        case("ddp 2 x cp 2 ring gpt views", DEEP_GPT, 4, "ddp", {**pure, "grad_accum": 2}, cp=2, gradient_as_bucket_view=True),
+        case("zero1 x cp 2 ulysses gpt dropout", DEEP_GPT, 4, "zero1", {**pure, "dropout": 0.1}, cp=2, cp_kind="ulysses"),
+        case("zero2 x cp 2 ring", deep, 4, "zero2", cp=2),
+        case("fsdp 2 x cp 2 ring unbalanced", deep, 4, "fsdp", cp=2, cp_balance=False),
+        case("fsdp 2 x cp 2 ring not causal", deep, 4, "fsdp", {"causal": False}, cp=2),
+        case("fsdp 2 x cp 2 allgather attention ckpt", deep, 4, "fsdp", cp=2, cp_kind="allgather", checkpointing="selective"),
+        case("fsdp 2 x cp 2 ulysses eager", DEEP_GPT, 4, "fsdp", {"attention": "eager", "dropout": 0.1}, cp=2, cp_kind="ulysses"),
+        case("fsdp 2 x cp 2 x tp 2 sp ring", deep, 8, "fsdp", cp=2, tp=2, sequence_parallel=True),
+        case("hsdp 2 x 2 x cp 2 ring accumulate", LLAMA, 8, "hsdp", {"grad_accum": 2}, cp=2, dp_shard=2),
+        case("pp 2 x ddp 2 x cp 2 ring last", EIGHT, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=2, cp=2),
+        case("pp 2 x fsdp 2 x cp 2 ulysses first", EIGHT, 8, "fsdp", {"grad_accum": 4}, stage=0, pp=2, cp=2, cp_kind="ulysses", reshard_after_forward=False),
+        case("llama-3-8b fsdp 2 x cp 8 ring 128k", "llama-3-8b", 16, "fsdp", {"seq_len": 131072, "loss": "chunked"}, cp=8, checkpointing="full"),
+        case("llama-3-8b cp 8 ulysses 256k", "llama-3-8b", 8, "fsdp", {"seq_len": 262144, "loss": "fused"}, cp=8, cp_kind="ulysses", checkpointing="full"),
+    ]
+
+
 def pipeline_cases() -> list[Case]:
     """Every schedule, on first, middle and last ranks; alone and with each other axis."""
     pure, kept = {"precision": "bf16-pure", "grad_accum": 8}, {"reshard_after_forward": False}
@@ -192,6 +221,39 @@ def pipeline_cases() -> list[Case]:
     ]
 
 
+def expert_cases() -> list[Case]:
+    """Mixtures of experts: whole on every rank, and spread over ep."""
+    pure, tiny = {"precision": "bf16-pure"}, {"seq_len": 64, "micro_batch": 1}
+    deep = {**MIXTURE, "vocab": 256}
+    wide = {**deep, "moe": {"experts": 16, "top_k": 4, "expert_ffn": 256, "shared_experts": 1, "shared_ffn": 512, "router_bias": True}}
+    return [
+        case("moe single bf16-pure", MIXTURE, 1, "single", pure),
+        case("moe single deep fp32", deep, 1, "single", {"precision": "fp32"}),
+        case("moe single deep autocast", deep, 1, "single"),
+        case("moe single deep cpu fp32", wide, 1, "single", {"precision": "fp32"}, gpu="cpu_epyc_2core"),
+        case("moe single shared deep full ckpt", wide, 1, "single", pure, checkpointing="full"),
+        case("moe single deep op ckpt", deep, 1, "single", pure, checkpointing="selective:op"),
+        case("moe single gelu, no gate", {**deep, "gated": False, "activation": "gelu"}, 1, "single", {**pure, "grad_accum": 2}),
+        case("moe ddp 8 shared", wide, 8, "ddp", pure),
+        case("moe zero1 4", deep, 4, "zero1", pure),
+        case("moe pp 4 x ddp 2 middle", {**MIXTURE, "layers": 8}, 8, "ddp", {**pure, "grad_accum": 8}, stage=1, pp=4),
+        case("moe fsdp 8", MIXTURE, 8, "fsdp"),
+        case("moe fsdp 8 x ep 4", MIXTURE, 8, "fsdp", ep=4),
+        case("moe fsdp 8 x ep 4 deep", deep, 8, "fsdp", ep=4),
+        case("moe fsdp 8 x ep 8 shared", wide, 8, "fsdp", ep=8),
+        case("moe fsdp 8 x ep 2 tiny", wide, 8, "fsdp", tiny, ep=2),
+        case("moe fsdp 64 x ep 4, cut by rows", wide, 64, "fsdp", ep=4),
+        case("moe fsdp 8 x ep 4 full ckpt", wide, 8, "fsdp", {"micro_batch": 4}, ep=4, checkpointing="full"),
+        case("moe fsdp 8 x ep 4 every 2nd tiny", deep, 8, "fsdp", tiny, ep=4, checkpointing="every:2"),
+        case("moe fsdp 8 x ep 4 kept unsharded", deep, 8, "fsdp", ep=4, reshard_after_forward=False),
+        case("moe fsdp 8 x ep 4 accumulate foreach", deep, 8, "fsdp", {"grad_accum": 2, "optimizer": "adamw:foreach"}, ep=4),
+        case("moe fsdp 8 x ep 4 accumulate, no sync", deep, 8, "fsdp", {"grad_accum": 2}, ep=4, sync_each_micro_batch=False),
+        case("moe fsdp 8 x ep 4, twice the even share", deep, 8, "fsdp", {"moe_imbalance": 2.0}, ep=4),
+        case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
+        case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
+    ]
+
+
 def judge(one: Case) -> tuple[Any, float]:
     """The comparison of one run on one rank, and the seconds its dry run took."""
     from costmodel.inputs import build_run
@@ -201,7 +263,7 @@ def judge(one: Case) -> tuple[Any, float]:
     run = build_run(**one.given)
     predicted = predict(run)
     start = time.perf_counter()
-    rank = predicted.fullest.example_rank if one.stage is None else one.stage * run.plan.world_size // run.plan.pp
+    rank = (predicted.fullest if one.stage is None else predicted.roles[one.stage]).example_rank
     observed = dry_run(run, rank)
     return compare(predicted, observed), time.perf_counter() - start
 

@@ -154,8 +154,8 @@ def _peak(r: Reading) -> Peak:
 
 def _at_rest(r: Reading, moment: str) -> Reading:
     """What is live when a piece of program ends, as the start of what follows."""
-    pools = pools_of(r)[0] if r.pools else None
-    return Reading(r.net, r.total, r.total, r.net, moment, r.held, r.held, pools and (pools, pools))
+    pools = (r.pools[0], r.pools[0]) if r.pools else None
+    return Reading(r.net, r.total, r.total, r.net, moment, r.held, r.held, pools)
 
 
 def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Reading, Reading, Reading]:

@@ -14,6 +14,8 @@ from costmodel.spec import Plan, Recipe, Run
 from costmodel.spec.cluster import NETWORKS
 from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
+MEASURED_PEERS = 7
+"""Of the all-to-all whose buffers `memory.nccl_all_to_all_bytes` is (8 GPUs of a node): NCCL keeps buffers for each peer."""
 RISKY_SHARE = 0.90
 """Of the capacity: above it, whether a run survives depends on fragmentation and on what else lives on the device."""
 
@@ -94,13 +96,16 @@ def _memory(run: Run, profile: Profile, m: reading.MemoryReading) -> MemoryRepor
 
 
 def _nccl_bytes(run: Run, profile: Profile) -> int:
-    """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next."""
+    """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next; an all-to-all's, by its peers in the node."""
     p = run.plan
-    sizes = [n for n in (p.dp_shard * p.cp, p.dp_replicate, p.tp, p.pp) if n > 1]
+    data = (p.state_shards, p.dp_replicate) if p.zero else (p.dp * p.cp,)
+    sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.ep > 1 else 1) if n > 1]
     if not sizes:
         return 0
+    peers = min(p.ep, run.cluster.gpus_in_node) - 1
+    exchange = peers / MEASURED_PEERS * profile.get("memory.nccl_all_to_all_bytes", 0.0)
     first = "nccl_multi_node_bytes" if run.cluster.nodes > 1 else "nccl_pair_bytes" if run.cluster.gpus == 2 else "nccl_node_bytes"
-    return int(profile.value(f"memory.{first}") + (len(sizes) - 1) * profile.value("memory.nccl_next_bytes"))
+    return int(profile.value(f"memory.{first}") + (len(sizes) - 1) * profile.value("memory.nccl_next_bytes") + exchange)
 
 
 def _verdict(needed: int, held: int, capacity: int) -> Verdict:
@@ -176,6 +181,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
         notes.append(f"Vocabulary {m.vocab} is not a multiple of 64: the output matrix runs on slow kernels; pad it to {-(-m.vocab // 64) * 64}.")
     if p.zero in (1, 2) and p.framework == "pytorch" and p.dp == 1:
         notes.append(f"ZeRO-{p.zero} over one rank shards nothing.")
+    if p.cp > 1 and r.causal and p.cp_kind != "ulysses" and not p.cp_balance:
+        notes.append(f"Of the {p.cp} ranks that share a sequence the last has {(2 * p.cp - 1) / p.cp:.3g} times the mean of causal attention, and the others "
+                     "wait for it: cp_balance = true gives each the same.")
     if p.zero == 3 and p.framework == "pytorch" and r.grad_accum > 1 and not p.sync_each_micro_batch:
         notes.append("Accumulating under FSDP without reducing keeps whole gradients in the reduce dtype on every rank.")
     if resolved_attention(run) == "math" and r.attention == "sdpa" and run.cluster.accelerator.kernel_table == "cuda":
@@ -195,7 +203,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
     """Fields set to something else than their default that change nothing in this run."""
     m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
     plain = {name: field.default for name, field in Plan.model_fields.items()}
-    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("ep_overlap", p.ep)) if degree == 1]
+    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep)) if degree == 1]
     fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
     chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
     return fields + [field for field, unread in (
@@ -204,7 +212,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
         ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
-        ("recipe.moe_imbalance", r.moe_imbalance > 1 and not m.moe),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and p.ep == 1),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 

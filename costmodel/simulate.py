@@ -32,6 +32,10 @@ class Prices(Protocol):
     def collective_s(self, comm: Comm) -> float: ...
 
     @property
+    def synchronous(self) -> bool:
+        """Whether host and device are one thread, as on a CPU."""
+
+    @property
     def contention(self) -> float: ...
 
     @property
@@ -42,6 +46,8 @@ class Prices(Protocol):
 
     @property
     def call_s(self) -> float: ...
+
+    def route_s(self, experts: int) -> float: ...
 
 
 @dataclass(slots=True)
@@ -97,6 +103,8 @@ class Compiled:
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
     """Collapse runs of kernels, keep what touches other streams."""
+    if prices.synchronous:
+        return _compile_synchronous(block, prices)
     steps: list[Step] = []
     phase = block.phase
     launch, memory_s = prices.launch_s(phase), prices.memory_s
@@ -125,6 +133,11 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
                 steps.append((CHUNK, host, device, longest, "", "", 0.0))
                 before += host
                 host = device = longest = 0.0
+            if kind == "route":
+                stalled = prices.route_s(kernels)
+                before += stalled
+                steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
+                continue
             if op.comm is not None:
                 sent.append(op.comm)
             other = _other_stream(op, launch, prices)
@@ -153,6 +166,53 @@ def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
     if kind in ("side", "copy"):
         return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis or "copy", op.event, detached
     return CONTROL[kind], launch * op.kernels, 0.0, 0.0, op.axis, op.event, 0.0
+
+
+def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
+    """Where one thread both launches and computes, launches take the time of the compute stream, and so does what a GPU does on streams beside
+    it; collectives alone go on in the background, those that are called with async_op."""
+    steps: list[Step] = []
+    launch, price = prices.launch_s(block.phase), prices.device_s
+    busy: dict[str, float] = {}
+    flops: dict[str, float] = {}
+    sent: list[Comm] = []
+    chunk = host = 0.0
+    for op in block.ops:
+        kind, kernels = op.kind, op.kernels
+        work = kind in COMPUTE_KINDS or kind in ("side", "copy")
+        if work:
+            if kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0 and kind in COMPUTE_KINDS:
+                continue
+            launched, seconds = launch * kernels, price(op)
+            name = "recompute" if op.again else kind if kind in COMPUTE_KINDS else "memory"
+            busy[name] = busy.get(name, 0.0) + launched + seconds
+            if name in ("matmul", "attention"):
+                flops[name] = flops.get(name, 0.0) + op.flops
+        elif kind in ("host", "call"):
+            launched, seconds = (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels, 0.0
+            if launched:
+                busy["memory"] = busy.get("memory", 0.0) + launched
+        else:
+            launched = prices.collective_host_s if kind == "collective" else 0.0
+        host += launched
+        if kind in COMPUTE_KINDS or kind in ("host", "call"):
+            chunk += launched + seconds
+            continue
+        if chunk:
+            steps.append((CHUNK, 0.0, chunk, chunk, "", "", 0.0))
+            chunk = 0.0
+        if work:
+            steps.append((CHUNK, 0.0, launched + seconds, launched + seconds, "", "", 0.0))
+        elif kind == "collective":
+            assert op.comm is not None
+            sent.append(op.comm)
+            code = ISSUE if op.event and not op.inline else BLOCKING
+            steps.append((code, 0.0, launched + prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, 0.0))
+        else:
+            steps.append((CONTROL[kind], 0.0, 0.0, 0.0, op.axis, op.event, 0.0))
+    if chunk:
+        steps.append((CHUNK, 0.0, chunk, chunk, "", "", 0.0))
+    return Compiled(tuple(steps), block.phase, busy, flops, host, tuple(sent), _stretch(steps, block.phase))
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
@@ -295,7 +355,7 @@ def _stretch(steps: Sequence[Step], phase: str) -> Stretch | None:
         else:
             return None
         whole = one if whole is None else whole.then(one)
-    return whole
+    return whole or Stretch(0.0, 0.0, 0.0, phase)
 
 
 class Scan:
@@ -342,7 +402,7 @@ class Scan:
         if times > 1 or not isinstance(part, Block):
             stretch = self.stretch(part)
             if stretch is not None and stretch.phase and (
-                    not (self.kappa or stretch.comm) or all([end <= clocks.compute for end in clocks.streams.values()])):
+                    not (self.kappa or stretch.comm) or all(end <= clocks.compute for end in clocks.streams.values())):
                 (stretch if times == 1 else stretch.times(times)).run(clocks)
                 return
         if times > 1:
@@ -423,10 +483,7 @@ class Advance(NamedTuple):
         for name, g in self.busy_from.items():
             if not -near <= g - gain <= near and a.busy_from.get(name, 0.0) + g > a.compute:
                 return False
-        for name, end in a.streams.items():
-            if end > a.compute and name not in self.streams:
-                return False
-        return True
+        return all(not (end > a.compute and name not in self.streams) for name, end in a.streams.items())
 
     def begins_at(self, c: Clocks) -> bool:
         """Whether the clocks stand to one another as before this repeat, which was uniform."""
@@ -443,7 +500,7 @@ class Advance(NamedTuple):
         for name in self.events:
             if not -near <= c.events[name][0] - then.events[name][0] - later <= near:
                 return False
-        return all([name in self.streams or end <= c.compute for name, end in c.streams.items()])
+        return all(name in self.streams or end <= c.compute for name, end in c.streams.items())
 
     def same(self, other: "Advance") -> bool:
         """Whether two successive repeats moved the same clocks as much."""

@@ -238,6 +238,9 @@ def _groups(block: Block) -> list[list[Op]]:
 def _kernels(phase: str, ops: list[Op], compute: float, host: float, end: float, scan: Scan) -> Iterator[Slice]:
     """A run of kernels, each begun when it has been launched and the one before is done; slowed down evenly to the end that was found."""
     prices = scan.prices
+    if prices.synchronous:
+        yield from _on_one_thread(phase, ops, compute, end, scan)
+        return
     placed: list[tuple[float, float, float, float, Op]] = []
     at = compute
     for op in ops:
@@ -261,6 +264,24 @@ def _kernels(phase: str, ops: list[Op], compute: float, host: float, end: float,
         if op.kind in COMPUTE_KINDS and finish > begin:
             yield Slice(COMPUTE, begin, finish, op.name, phase, op.kind, op)  # type: ignore[arg-type]
         at = max(at, finish)
+
+
+def _on_one_thread(phase: str, ops: list[Op], begin: float, end: float, scan: Scan) -> Iterator[Slice]:
+    """Work of a thread that both launches and computes, one after another; slowed down evenly to the end that was found."""
+    prices = scan.prices
+    seconds = []
+    for op in ops:
+        if op.kind in ("host", "call"):
+            seconds.append((prices.per_tensor_s if op.kind == "host" else prices.call_s) * op.kernels)
+        else:
+            seconds.append(prices.launch_s(phase) * op.kernels + prices.device_s(op))
+    whole = sum(seconds)
+    slower, at = (end - begin) / whole if whole else 1.0, begin
+    for op, each in zip(ops, seconds, strict=True):
+        if each:
+            kind: SliceKind = op.kind if op.kind in ("matmul", "attention", "host") else "memory"
+            yield Slice(COMPUTE, at, at + each * slower, op.name, phase, kind, op)
+            at += each * slower
 
 
 def _drain(clocks: Clocks) -> list[Slice]:

@@ -51,7 +51,7 @@ MEANINGS = {
     "Plan.framework": "Dialect: same idea, other buffers, dtypes and collectives.", "Plan.tp": "Tensor-parallel degree.",
     "Plan.sequence_parallel": "Activations outside the tp regions split by sequence over tp.", "Plan.tp_overlap": "How tp's communication overlaps.",
     "Plan.pp": "Pipeline stages.", "Plan.schedule": "Order of micro-batches on each stage.",
-    "Plan.virtual_stages": "Model chunks per pipeline rank.", "Plan.cp": "Context-parallel degree.", "Plan.cp_kind": "How keys and values travel.",
+    "Plan.virtual_stages": "Model chunks per pipeline rank.", "Plan.cp": "Context-parallel degree.",
     "Plan.ep": "Expert-parallel degree; divides dp_shard x cp.", "Plan.ep_overlap": "Expert all-to-alls overlap compute.",
     "Plan.checkpointing": "Activation checkpointing; a word (`full:4`) or the table below.",
     "Plan.activation_offload": "Saved activations live in host memory.",

@@ -34,6 +34,7 @@ ORACLES = {
     "dry run": Oracle("the dry run, byte by byte and collective by collective", "benchmarks/bytes.py"),
     "papers' bytes": Oracle("bytes a parameter of the papers and of other tools", "tests/physics/test_state_bytes.py"),
     "papers' layers": Oracle("activations, messages and bubbles of arXiv 1909.08053, 2205.05198 and 2104.04473", "tests/physics/test_tensor_and_pipeline.py"),
+    "papers' experts": Oracle("shards, messages and routed copies of arXiv 2006.16668 and 2401.04088, counted by hand", "tests/physics/test_experts.py"),
     "published runs": Oracle("memory and time of published runs", "docs/accuracy.md"),
     "real ranks": Oracle("real tensors, byte by byte: one process, or two ranks under gloo", "tests/execute/test_real_runs.py"),
     "its dry run": Oracle("the dry run of the same rank, byte by byte, on a CPU", "tests/execute/test_solo.py"),
@@ -63,6 +64,7 @@ class Row(NamedTuple):
         return build_run(model=self.model, cluster={"gpu": "h100_sxm", "gpus": self.gpus}, plan=self.plan, recipe={"seq_len": 256, **self.recipe})
 
 
+MIXTURE: dict[str, Any] = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 256}}
 MEGATRON = {"framework": "megatron"}
 PIPED = {"grad_accum": 4, **PURE}
 ROWS = (
@@ -90,8 +92,13 @@ ROWS = (
         recipe=PIPED),
     Row("pp", "Megatron, 1F1B", {**MEGATRON, "zero": 1, "pp": 4}, ("papers' layers", "published runs"), recipe={"grad_accum": 4}),
     Row("pp", "zero-bubble, bidirectional", {"strategy": "ddp", "pp": 4, "dp": 1, "schedule": "zb-h1"}, gpus=4, recipe=PIPED),
-    Row("cp", "ring, Ulysses", {"strategy": "fsdp", "cp": 2}),
-    Row("ep", "all", {"strategy": "fsdp", "ep": 8}, model="mixtral-8x7b"),
+    Row("cp", "plain PyTorch, ring", {"strategy": "fsdp", "cp": 2}, gpus=2),
+    Row("cp", "plain PyTorch, all-gather", {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, gpus=2),
+    Row("cp", "plain PyTorch, Ulysses", {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, gpus=2),
+    Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
+    Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
+    Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
+    Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
     Row("muon-distributed", "nanochat", {"framework": "nanochat", "zero": 2}, recipe={"optimizer": "muon"}),
 )
 
@@ -163,7 +170,8 @@ def gpu_records() -> tuple[Record, ...]:
 def way(run: Run) -> tuple[Any, ...]:
     """What makes two plans the same way to spread a step."""
     p = run.plan
-    return p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel, p.schedule if p.pp > 1 else None
+    spread = p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel
+    return *spread, p.schedule if p.pp > 1 else None, p.cp_kind if p.cp > 1 else None, p.ep > 1
 
 
 def oracles_of(row: Row) -> tuple[tuple[str, ...], ...]:

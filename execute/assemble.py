@@ -14,6 +14,7 @@ from execute.kernels import TABLES
 from execute.model import Context, Transformer
 from execute.scaling import LossScale
 from execute.strategies import Prepared, Region, no_region, strategy
+from execute.strategies.context import shared_sequence
 from execute.strategies.pipeline import Stages
 from execute.weights import init_weights
 
@@ -43,6 +44,8 @@ def give_storage(model: Transformer | Stages, device: str = "cpu") -> None:
 def prepare(run: Run, model: Transformer | Stages, *, dry: bool = False, device: str = "cpu", region: Region = no_region) -> Prepared:
     """The strategy's wrapping, the optimizer, and the loss scale where the precision has one."""
     prepared: Prepared = strategy(run).prepare(run, model, dry=dry, region=region)
+    if model.context.sequence:
+        prepared.axes = {**prepared.axes, "cp": model.context.sequence.group}
     if run.recipe.precision.loss_scaling:
         prepared.loss_scale = LossScale(device)
     return prepared
@@ -54,7 +57,7 @@ def build(run: Run, device: str, *, real: bool = False, around: Around = nullcon
     `device` is "meta" where storage comes later; `real` says that values will be computed, which the kernels of a CUDA dry run do not.
     """
     table = TABLES.cuda if device == "meta" and not real and run.cluster.accelerator.kernel_table == "cuda" else TABLES.plain
-    context = Context(run.model, run.recipe, run.plan.checkpointing, table, around)
+    context = Context(run.model, run.recipe, run.plan.checkpointing, table, around, shared_sequence(run, table), run.plan.ep)
     with torch.device(device), default_dtype(DTYPES[run.recipe.precision.parameter]):
         return Stages(run, context) if run.plan.pp > 1 else Transformer(context)
 

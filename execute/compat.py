@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "QuietStage", "TorchDispatchMode", "all_gather",
+__all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial", "QuietStage", "TorchDispatchMode", "all_gather", "all_to_all",
            "allocator_settings", "around_ddp_forward", "assume_static", "bucket_assignment", "clear_cublas_workspaces", "ddp_bucket_caps",
            "engine_would_add_in_place", "exchange", "fake_world", "finished_work", "fsdp_groups", "group_by_name", "inner_tensors",
            "materialise", "reduce_scatter", "registered_name", "storage_key", "unsharded_gradients", "unwatched", "waits_for_fake",
@@ -246,6 +246,12 @@ def all_gather(full: Tensor, mine: Tensor, group: Any = None, async_op: bool = F
     """dist.all_gather_into_tensor, which newer versions call all_gather_single."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, mine, group=group, async_op=async_op)
+
+
+def all_to_all(x: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
+    """Rows to and from each rank of a group, waited for; its backward is the exchange back."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+    return all_to_all_single_autograd(x, receive, send, group).contiguous()
 
 
 def reduce_scatter(mine: Tensor, full: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:

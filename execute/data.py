@@ -9,6 +9,7 @@ from torch import Tensor
 
 from costmodel.spec import PlanError, Run
 from execute.dtypes import DTYPES
+from execute.strategies.context import places
 
 
 def random_batch(run: Run, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -23,12 +24,12 @@ def pipeline_batch(run: Run, ends: tuple[bool, bool], device: str = "cpu") -> tu
 
 
 def random_tokens(run: Run, device: str = "cpu", micro_batches: int = 1) -> Tensor:
-    shape = run.recipe.micro_batch * micro_batches, run.recipe.seq_len
+    shape = run.recipe.micro_batch * micro_batches, run.recipe.seq_len // run.plan.cp
     return torch.randint(run.model.vocab, shape, dtype=DTYPES[run.recipe.token_dtype], device=device)
 
 
 def random_targets(run: Run, device: str = "cpu", micro_batches: int = 1) -> Tensor:
-    return torch.randint(run.model.vocab, (run.recipe.micro_batch * micro_batches, run.recipe.seq_len), device=device)
+    return torch.randint(run.model.vocab, (run.recipe.micro_batch * micro_batches, run.recipe.seq_len // run.plan.cp), device=device)
 
 
 class Source(Protocol):
@@ -101,7 +102,8 @@ def batches_of_step(run: Run, source: Source, step: int, rank: int, device: str,
     if ends is not None:
         numbers = [[n for micro_batch in numbers for n in micro_batch]]
     read = [torch.stack([source(n, run.recipe.seq_len + 1) for n in micro_batch]) for micro_batch in numbers]
-    waiting = iter([(rows[:, :-1].to(dtype).contiguous(), rows[:, 1:].contiguous()) for rows in read])
+    mine = places(run, rank)
+    waiting = iter([(rows[:, mine].to(dtype), rows[:, mine + 1]) for rows in read])
     first, last = ends or (True, True)
 
     def batch() -> tuple[Tensor | None, Tensor | None]:

@@ -25,6 +25,9 @@ class Kernels(Protocol):
     def dropout(self, x: Tensor, p: float) -> Tensor: ...
     def softmax(self, scores: Tensor) -> Tensor: ...
     def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor: ...
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
+    def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]: ...
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor: ...
 
 
 class Plain:
@@ -44,6 +47,23 @@ class Plain:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """Attention with its log-sum-exps, by the device's flash kernel and outside autograd: q [batch, heads, tokens, head_dim], lse [batch, heads,
+        tokens] in fp32."""
+        if q.is_cuda:
+            return cuda_flash(q, k, v, causal)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+
+    def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v; `out` and `lse` may be those of more keys than these."""
+        if q.is_cuda:
+            return cuda_flash_backward(grad, q, k, v, out, lse, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return grouped_product(rows, weights, ends)
 
 
 class CudaTable:
@@ -84,6 +104,52 @@ class CudaTable:
         if kind == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p, causal, False)[0]
         return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False)[0]
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return cuda_flash(q, k, v, causal)
+
+    def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return cuda_flash_backward(grad, q, k, v, out, lse, causal)
+
+    def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return grouped_product(rows, weights, ends)
+
+
+def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2's operator, on a GPU or on fake tensors."""
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return out, lse
+
+
+def cuda_flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward; without dropout nobody reads the state of the random numbers."""
+    unread = q.new_empty(2, dtype=torch.int64)
+    return aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
+                                                             unread, unread)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows [n, width] times the matrix [out, width] of the expert they belong to, in one kernel: rows up to ends[0] are the first expert's, and so on."""
+    if isinstance(rows, compat.FakeTensor):
+        return GroupedProduct.apply(rows, weights, ends)
+    return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+
+
+class GroupedProduct(torch.autograd.Function):
+    """torch.nn.functional.grouped_mm on fake tensors, whose own shape function takes bf16 alone. It saves the rows, the weights and the ends.
+
+    Source: tools/autograd/derivatives.yaml, _grouped_mm. Shapes only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return rows.new_empty(rows.shape[0], weights.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, _ = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights), None
 
 
 def _like(x: Tensor, placements: tuple[Any, ...] | None = None) -> Tensor:

@@ -4,8 +4,9 @@
 Parameters have the names, shapes and order of costmodel.spec.parameters.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from costmodel.spec import Checkpointing, Model, Recipe
 from execute.checkpoint import Around, checkpoint, checkpoint_ops, layer_groups
 from execute.dtypes import DTYPES
+from execute.experts import Experts, mixture
 from execute.kernels import Kernels, composed_norm
 from execute.losses import head_and_loss
 
@@ -22,15 +24,32 @@ ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tan
                "relu_squared": lambda x: F.relu(x).square(), "silu": F.silu}
 
 
-class Context:
-    """What every module needs to know: the description, the kernels, and how a recompute is marked."""
+class Sequence(Protocol):
+    """A sequence that several ranks share (execute.strategies.context)."""
 
-    def __init__(self, model: Model, recipe: Recipe, checkpointing: Checkpointing, kernels: Kernels, around: Around = nullcontext) -> None:
+    c: int
+    places: Callable[[], Tensor]
+    group: Any
+
+    def ready(self, *parts: Tensor) -> tuple[Tensor, ...]: ...
+    def attention(self, core: Any) -> Any: ...
+
+
+class Context:
+    """What every module needs to know: the description, the kernels, how a recompute is marked, and who else has parts of a sequence."""
+
+    def __init__(self, model: Model, recipe: Recipe, checkpointing: Checkpointing, kernels: Kernels, around: Around = nullcontext,
+                 sequence: Sequence | None = None, expert_ranks: int = 1) -> None:
         self.model = model
+        self.expert_ranks = expert_ranks
+        """Ranks over which the experts of a layer are spread."""
         self.recipe = recipe
         self.checkpointing = checkpointing
         self.kernels = kernels
         self.around = around
+        self.sequence = sequence
+        self.tokens = recipe.seq_len // (sequence.c if sequence else 1)
+        """Of each sequence, on this rank."""
         self.compute = DTYPES[recipe.precision.compute]
         selective = checkpointing.ops if checkpointing.mode == "selective" else ()
         self.recompute_attention = "attention" in selective
@@ -38,6 +57,10 @@ class Context:
 
     def dropout(self, x: Tensor) -> Tensor:
         return self.kernels.dropout(x, self.recipe.dropout)
+
+    def places(self) -> Tensor:
+        """Where in a sequence this rank's tokens stand."""
+        return self.sequence.places() if self.sequence else torch.arange(self.tokens)
 
 
 class Norm(nn.Module):
@@ -91,8 +114,11 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if m.positions == "rope":
             q, k = rotate(q, tables), rotate(k, tables)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         core = self.eager if context.recipe.attention == "eager" else self.fused
+        if context.sequence:
+            q, k, v = context.sequence.ready(q, k, v)
+            core = context.sequence.attention(core)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.recompute_attention:
             y = checkpoint(core, q, k, v, tables.mask, around=context.around, keep_rng=context.recipe.dropout > 0)
         else:
@@ -118,14 +144,14 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two matrices around an activation, or three with a gate."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, ffn: int, bias: bool) -> None:
         super().__init__()
         m = context.model
         self.activation = ACTIVATIONS[m.activation]
         if m.gated:
-            self.gate = nn.Linear(m.hidden, m.ffn, bias=m.mlp_bias)
-        self.up = nn.Linear(m.hidden, m.ffn, bias=m.mlp_bias)
-        self.down = nn.Linear(m.ffn, m.hidden, bias=m.mlp_bias)
+            self.gate = nn.Linear(m.hidden, ffn, bias=bias)
+        self.up = nn.Linear(m.hidden, ffn, bias=bias)
+        self.down = nn.Linear(ffn, m.hidden, bias=bias)
         self.gated = m.gated
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,9 +174,23 @@ class Layer(nn.Module):
             self.attention_post_norm = Norm(context, m.hidden)
         if m.norms_per_layer >= 2:
             self.mlp_norm = Norm(context, m.hidden)
-        self.mlp = FeedForward(context)
+        if m.moe is None:
+            self.mlp = FeedForward(context, m.ffn, m.mlp_bias)
+        else:
+            self.router = nn.Linear(m.hidden, m.moe.experts, bias=m.moe.router_bias)
+            self.experts = Experts(m, context.recipe, context.expert_ranks, context.compute, context.kernels, ACTIVATIONS[m.activation])
+            if m.moe.shared_ffn:
+                self.shared = FeedForward(context, m.moe.shared_ffn, False)
         if m.norms_per_layer == 4:
             self.mlp_post_norm = Norm(context, m.hidden)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The feed-forward block: dense, or a mixture of experts with those that every token uses beside it."""
+        m, r = self.context.model, self.context.recipe
+        if m.moe is None:
+            return self.mlp(x)
+        y = mixture(x, self.router, self.experts, m.moe.top_k, m.moe.router_score, m.moe.aux_loss_coefficient / r.grad_accum)
+        return y + self.shared(x) if m.moe.shared_ffn else y
 
     def forward(self, x: Tensor, tables: "Tables") -> Tensor:
         c = self.context
@@ -164,15 +204,15 @@ class Layer(nn.Module):
         if m.parallel_residual:
             a = self.attention_norm(x)
             b = self.mlp_norm(x) if m.norms_per_layer >= 2 else a
-            return x + drop(self.attention(a, tables)) + drop(self.mlp(b))
+            return x + drop(self.attention(a, tables)) + drop(self.feed_forward(b))
         if m.norm_placement == "post":
             x = x + self.attention_norm(drop(self.attention(x, tables)))
-            return x + self.mlp_norm(drop(self.mlp(x)))
+            return x + self.mlp_norm(drop(self.feed_forward(x)))
         if m.norms_per_layer == 4:
             x = x + self.attention_post_norm(drop(self.attention(self.attention_norm(x), tables)))
-            return x + self.mlp_post_norm(drop(self.mlp(self.mlp_norm(x))))
+            return x + self.mlp_post_norm(drop(self.feed_forward(self.mlp_norm(x))))
         x = x + drop(self.attention(self.attention_norm(x), tables))
-        return x + drop(self.mlp(self.mlp_norm(x) if m.norms_per_layer >= 2 else self.attention_norm(x)))
+        return x + drop(self.feed_forward(self.mlp_norm(x) if m.norms_per_layer >= 2 else self.attention_norm(x)))
 
 
 class Tables:
@@ -229,10 +269,12 @@ class Transformer(nn.Module):
                 self.final_norm = Norm(context, m.hidden)
             self.head = Head(m)
         if m.positions == "rope":
-            self.rotary_shape = r.seq_len, int(m.head_dim * m.rotary_fraction)
-            cos, sin = rotary_tables(*self.rotary_shape, context.compute)
+            self.rotary_width = int(m.head_dim * m.rotary_fraction)
+            cos, sin = rotary_tables(torch.arange(context.tokens), self.rotary_width, context.compute)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
+        if part.first and m.position_rows and context.sequence:
+            self.register_buffer("places", torch.empty(context.tokens, dtype=torch.int64), persistent=False)
         if r.attention == "eager" and r.causal:
             mask = torch.ones(r.seq_len, r.seq_len, dtype=torch.bool).triu(1)
             self.register_buffer("mask", mask, persistent=False)
@@ -258,7 +300,7 @@ class Transformer(nn.Module):
         m = self.context.model
         x = self.embedding(tokens)
         if m.position_rows:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+            x = x + self.positions(self.places if self.context.sequence else torch.arange(tokens.shape[1], device=tokens.device))
         if m.embedding_norm:
             x = self.embedding_norm(x)
         return self.context.dropout(x)
@@ -268,9 +310,11 @@ class Transformer(nn.Module):
         """Give the constant buffers their values (execute.weights draws the parameters)."""
         constants = dict(self.named_buffers(recurse=False))
         if "cos" in constants:
-            cos, sin = rotary_tables(*self.rotary_shape, self.context.compute)
+            cos, sin = rotary_tables(self.context.places(), self.rotary_width, self.context.compute)
             constants["cos"].copy_(cos)
             constants["sin"].copy_(sin)
+        if "places" in constants:
+            constants["places"].copy_(self.context.places())
         if "mask" in constants:
             constants["mask"].copy_(torch.ones_like(constants["mask"]).triu(1))
 
@@ -280,10 +324,10 @@ class Transformer(nn.Module):
         return x
 
 
-def rotary_tables(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, [tokens, 1, width] (arXiv 2104.09864; halves, as in Hugging Face's Llama)."""
+def rotary_tables(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles at these places, [tokens, 1, width] (arXiv 2104.09864; halves, as in Hugging Face's Llama)."""
     frequency = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = torch.arange(tokens, dtype=torch.float32)[:, None] * frequency
+    angles = places.float()[:, None] * frequency
     angles = torch.cat((angles, angles), -1)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -136,6 +136,16 @@ class StandIn(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    def all_to_all_single(self, theirs: Tensor, mine: Tensor, *splits: Any, **more: Any) -> Any:
+        """Equal parts."""
+        rows, own = theirs.view(self._size, -1), mine.view(self._size, -1)[self._rank]
+        for part in (rows[:self._rank], rows[self._rank + 1:]):
+            self.others.fill(part)
+        rows[self._rank].copy_(own)
+        return self.nothing()
+
+    alltoall_base = all_to_all_single
+
     def recv(self, tensors: list[Tensor], *options: Any, **more: Any) -> Any:
         """A whole number is 1: with it the stages of a pipeline agree that each knows what it will receive."""
         for tensor in tensors:

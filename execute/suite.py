@@ -73,6 +73,10 @@ def _cases(machine: Machine, model: dict[str, Any]) -> Iterator[Case]:
     yield case("fsdp", pair, "fsdp")
     yield case("tensor", pair, "ddp", pure, tp=2)
     yield case("tensor, sequence", pair, "ddp", pure, tp=2, sequence_parallel=True, loss_parallel=True)
+    flash = {} if machine.on_gpu else pure
+    yield case("context, ring", pair, "ddp", flash, cp=2)
+    yield case("context, all-gather", pair, "fsdp", flash, cp=2, cp_kind="allgather")
+    yield case("context, ulysses", pair, "fsdp", flash, cp=2, cp_kind="ulysses")
     yield case("pipeline, gpipe", pair, "ddp", {"grad_accum": 4, **pure}, pp=2, schedule="gpipe")
     yield case("pipeline, 1f1b", pair, "ddp", {"grad_accum": 4, **pure}, pp=2)
     yield case("pipeline, interleaved", pair, "ddp", {"grad_accum": 4, **pure}, pp=2, schedule="interleaved", virtual_stages=2)

@@ -12,7 +12,8 @@ Mode = Literal["dryrun", "solo", "run"]
 
 def check_supported(run: Run, mode: Mode = "dryrun") -> None:
     """Raise PlanError for the first feature of the run that `execute` does not perform in a mode."""
-    for error in chain(_refusals(run), _fake(run) if mode == "dryrun" else _real(run), _watched(run) if mode == "run" else ()):
+    of_mode = {"dryrun": (_fake,), "solo": (_real, _alone), "run": (_real, _watched)}[mode]
+    for error in chain(_refusals(run), *(rule(run) for rule in of_mode)):
         raise error
 
 
@@ -45,16 +46,15 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.framework", p.framework, "execute performs the PyTorch dialect only.", "Use framework = pytorch.")
     yield from _tensor(run)
     yield from _pipeline(run)
-    for field in ("cp", "ep"):
-        if getattr(p, field) > 1:
-            yield PlanError(f"plan.{field}", getattr(p, field), "execute does not perform this axis yet.", f"Use {field} = 1.")
+    yield from _context(run)
+    yield from _experts(run)
     if p.single_process:
         yield PlanError("plan.single_process", True, "execute does not perform DataParallel.", "Use ddp.")
     if p.offload != "none" or p.activation_offload:
         yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
         yield PlanError("plan.checkpointing", p.checkpointing.ops, "selective checkpointing knows attention and op.", "Use selective.")
-    for field, value, off in (("moe", m.moe is not None, False), ("mla", m.mla is not None, False), ("mtp_depth", m.mtp_depth, 0),
+    for field, value, off in (("mla", m.mla is not None, False), ("mtp_depth", m.mtp_depth, 0),
                               ("hybrid", m.hybrid, ""), ("attention_sinks", m.attention_sinks, False), ("extra_params", m.extra_params, 0),
                               ("embedding_dim", m.embedding_dim, m.hidden)):
         if value != off:
@@ -95,6 +95,13 @@ def _watched(run: Run) -> Iterator[PlanError]:
                         "Use compile = false, or execute solo on a GPU.")
 
 
+def _alone(run: Run) -> Iterator[PlanError]:
+    """What needs the other ranks' values."""
+    if run.plan.ep > 1:
+        yield PlanError("plan.ep", run.plan.ep, "one rank alone does not know how many rows the others would send to its experts.",
+                        "Use ep = 1, or execute run.")
+
+
 def _tensor(run: Run) -> Iterator[PlanError]:
     """What DTensor's tensor parallelism cannot do, or is not combined with here."""
     m, p, r = run.model, run.plan, run.recipe
@@ -107,7 +114,7 @@ def _tensor(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.qk_norm", "full", "a norm over all heads would span the tp ranks.", "Use tp = 1, or qk_norm = per_head.")
     if m.norm_placement == "post":
         yield PlanError("plan.tp", p.tp, "execute does not parallelise post-norm layers yet.", "Use tp = 1.")
-    if p.zero in (1, 2) or p.zero == 0 and p.dp > 1:
+    if p.zero in (1, 2) or p.zero == 0 and p.dp * p.cp > 1:
         yield PlanError("plan.tp", p.tp, "PyTorch's DDP and ZeRO do not know DTensors: tensor parallelism goes with FSDP or HSDP.", "Use zero = 3.")
     if r.precision.autocast:
         yield PlanError("recipe.precision", r.precision.name, "execute does not run torch.autocast under DTensor.",
@@ -116,6 +123,60 @@ def _tensor(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "this loss is not written for split logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and tensor parallelism splits them.", "Use adamw.")
+
+
+def _context(run: Run) -> Iterator[PlanError]:
+    """What a shared sequence cannot do, or is not combined with here."""
+    p, r = run.plan, run.recipe
+    if p.cp == 1:
+        return
+    if r.compile:
+        yield PlanError("recipe.compile", True, "execute does not compile under context parallelism.", "Use compile = false.")
+    if p.checkpointing.mode == "selective" and p.checkpointing.ops == ("op",):
+        yield PlanError("plan.checkpointing", "selective:op", "execute does not keep single operations of a shared sequence's attention.",
+                        "Use full, selective or none.")
+    if run.model.attention_pattern != "global":
+        yield PlanError("model.attention_pattern", run.model.attention_pattern, "execute shares sequences under global attention alone.", "Use global.")
+    if p.cp_kind == "ulysses":
+        return
+    if r.dropout:
+        yield PlanError("recipe.dropout", r.dropout, f"execute has no dropout in {p.cp_kind} attention.", "Use dropout = 0, or cp_kind = ulysses.")
+    on_gpu = run.cluster.accelerator.kernel_table == "cuda"
+    if r.attention not in ("sdpa", "fa2") or on_gpu and r.precision.compute not in ("bf16", "fp16"):
+        yield PlanError("recipe.attention", r.attention, f"{p.cp_kind} attention is performed with flash kernels, of 16-bit tensors on GPUs.",
+                        "Use attention = sdpa and a bf16 precision, or cp_kind = ulysses.")
+
+
+def _experts(run: Run) -> Iterator[PlanError]:
+    """What a mixture of experts is not performed with."""
+    m, p, r = run.model, run.plan, run.recipe
+    if m.moe is None:
+        return
+    if m.moe.first_dense_layers:
+        yield PlanError("model.moe.first_dense_layers", m.moe.first_dense_layers, "execute builds equal layers only.", "Use first_dense_layers = 0.")
+    if m.moe.expert_bias:
+        yield PlanError("model.moe.expert_bias", True, "a grouped matrix product has no bias.", "Use expert_bias = false.")
+    if m.moe.shared_experts and not m.moe.shared_ffn:
+        yield PlanError("model.moe.shared_ffn", 0, "shared experts have a width.", "Use shared_ffn = shared_experts x the width of one.")
+    if r.moe_capacity_factor is not None:
+        yield PlanError("recipe.moe_capacity_factor", r.moe_capacity_factor, "execute drops no token.", "Leave it out.")
+    if r.optimizer.name == "muon":
+        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon takes matrices, and experts are stacks of them.", "Use adamw.")
+    if m.moe.aux_loss_coefficient and r.precision.loss_scaling:
+        yield PlanError("model.moe.aux_loss_coefficient", m.moe.aux_loss_coefficient, "the auxiliary loss is not scaled with the loss.",
+                        "Use a bf16 precision, or aux_loss_coefficient = 0.")
+    if p.tp > 1:
+        yield PlanError("plan.tp", p.tp, "execute does not spread a mixture of experts by tensor parallelism.", "Use tp = 1.")
+    if p.cp > 1:
+        yield PlanError("plan.cp", p.cp, "execute does not share sequences with a mixture of experts.", "Use cp = 1.")
+    if p.ep == 1:
+        return
+    if p.zero != 3:
+        yield PlanError("plan.ep", p.ep, "execute spreads experts under FSDP or HSDP only.", "Use zero = 3, or ep = 1.")
+    if p.pp > 1:
+        yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline.", "Use pp = 1, or ep = 1.")
+    if p.ep_overlap:
+        yield PlanError("plan.ep_overlap", True, "execute waits for its all-to-alls.", "Use ep_overlap = false.")
 
 
 def _pipeline(run: Run) -> Iterator[PlanError]:

@@ -64,6 +64,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--schedule", "plan.schedule", "word", "Pipeline schedule: gpipe, 1f1b, interleaved, … Default: 1f1b."),
     Flag("--virtual-stages", "plan.virtual_stages", "whole", "Model chunks per pipeline rank, for interleaved schedules."),
     Flag("--cp", "plan.cp", "whole", "Context-parallel degree: ranks that share one sequence."),
+    Flag("--cp-kind", "plan.cp_kind", "word", "How the ranks of a sequence see the whole of it: ring, allgather or ulysses. Default: ring."),
     Flag("--ep", "plan.ep", "whole", "Expert-parallel degree; it divides dp-shard x cp."),
     Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 or selective. Default: none."),
     Flag("--seq-len", "recipe.seq_len", "whole", "Tokens in a sequence. Default: 4096."),

@@ -8,6 +8,8 @@ from costmodel.spec import Run
 
 EMBEDDING_AXIS = "embedding"
 """First and last pipeline stage, which share a tied embedding."""
+EXPERT_AXIS, REPLICA_AXIS = "ep", "edp"
+"""Ranks over which the experts are spread, consecutive but for tp; ranks that have the same experts."""
 AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Rank order, innermost first: consecutive ranks differ in tp, then cp, then the data-parallel axes, then pp."""
 
@@ -15,7 +17,7 @@ AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 def axis_groups(run: Run) -> dict[str, Group]:
     """The process group of every axis: its size, and the stride of its ranks in the rank order.
 
-    State shards over dp_shard x cp, so that axis spans both.
+    State shards over dp_shard x cp, so that axis spans both; where nothing is sharded, dp_replicate does, whose ranks average gradients.
     """
     p = run.plan
     sizes = {"tp": p.tp, "cp": p.cp, "dp_shard": p.dp_shard, "dp_replicate": p.dp_replicate, "pp": p.pp}
@@ -24,14 +26,22 @@ def axis_groups(run: Run) -> dict[str, Group]:
     for axis in AXIS_ORDER:
         if axis == "dp_shard":
             groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
-        elif axis == "dp_replicate" and p.dp_shard == 1 and p.cp > 1:
+        elif axis == "dp_replicate" and p.zero == 0 and p.cp > 1:
             groups[axis] = group_of(run.cluster, sizes[axis] * p.cp, stride // p.cp)
         else:
             groups[axis] = group_of(run.cluster, sizes[axis], stride)
         stride *= sizes[axis]
+    if p.ep > 1:
+        groups[EXPERT_AXIS] = group_of(run.cluster, p.ep, p.tp)
+        groups[REPLICA_AXIS] = group_of(run.cluster, p.expert_replicas, p.tp * p.ep)
     if p.pp > 1:
         groups[EMBEDDING_AXIS] = group_of(run.cluster, 2, run.cluster.gpus // 2)
     return groups
+
+
+def priced_bytes(kind: str, message: int, out_bytes: int) -> int:
+    """The bytes that decide how long a collective takes: of an all-to-all the larger of what a rank sends and what it gets."""
+    return max(message, out_bytes) if kind == "all-to-all" else message
 
 
 _WORK = slice(Op._fields.index("kind"), Op._fields.index("kernels") + 1)
@@ -42,6 +52,7 @@ class RunPrices:
     """Seconds of the ops of one run."""
 
     def __init__(self, run: Run, profile: Profile, slower: float = 1.0) -> None:
+        self.synchronous = run.cluster.accelerator.kernel_table == "cpu"
         costs = compute_costs(run.cluster.accelerator, profile, run.recipe)
         self.compute: ComputeCosts = slowed(costs, slower) if slower > 1.0 else costs
         """`slower`: of a rank whose kernels take longer than the others'."""
@@ -69,26 +80,34 @@ class RunPrices:
         self.tp_factor = profile.value("tp.userbuffers_factor") if overlap == "userbuffers" else self.tp_exposed * slower
         """Time of a gather or scatter of the sequence over that of the plain collective."""
         self.call_s = profile.value("host.graph.launch_s" if r.cuda_graphs else "host.compile.region_s") * multiplier if r.compile else 0.0
+        scaled = (profile.get("moe.graph_factor", 1.0) if r.cuda_graphs else 1.0) * multiplier / 2
+        self.routing = scaled * profile.get("moe.layer_s", 0.0), scaled * profile.get("moe.local_expert_s", 0.0)
+        """Host seconds of one pass of a layer's token dispatcher: for itself, and for each local expert; the constants are of both passes."""
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
         self.memory_s = self.compute.memory_s
         """Seconds of a memory-bound op."""
-        self._device: dict[tuple[object, ...], float] = {}
+        self._device: dict[object, float] = {}
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
         """Seconds of an op on its stream; ops that do the same to the same shapes are priced once."""
-        known = self._device.get(op[_WORK])
+        work = op[_WORK]
+        known = self._device.get(work)
         if known is None:
-            known = self._device[op[_WORK]] = self.compute.op_s(op)
+            known = self._device[work] = self.compute.op_s(op)
         return known
 
     def launch_s(self, phase: str) -> float:
         """Host seconds of one kernel launch in a phase."""
         return self.launch[phase]
 
+    def route_s(self, experts: int) -> float:
+        """Host seconds in which compute waits for one pass of a layer's token dispatcher."""
+        return self.routing[0] + experts * self.routing[1]
+
     def collective_s(self, comm: Comm) -> float:
-        return self.seconds_of(comm.axis, comm.kind, comm.nbytes, comm.group)
+        return self.seconds_of(comm.axis, comm.kind, priced_bytes(comm.kind, comm.nbytes, comm.out_bytes), comm.group)
 
     def seconds_of(self, axis: str, kind: str, nbytes: int, size: int) -> float:
         """Seconds of one collective of `nbytes` (the message convention of ir.Comm) over `size` ranks of an axis."""

@@ -70,6 +70,8 @@ def placements(builder: Builder, mesh: Mesh) -> dict[str, dict[str, Placement]]:
         for axis, degree in reversed(mesh.degrees.items()):
             if degree == 1:
                 continue
+            if axis == "dp_shard" and p.ep > 1 or axis == "dp_replicate" and p.ep > 1 and not p.zero:
+                of["ep"] = "divided" if name in (BATCH, ACTIVATIONS) else "partly divided"
             data = axis in ("dp_replicate", "dp_shard", "cp")
             if name == BATCH:
                 of[axis] = "divided" if data else "at the ends" if axis == "pp" else "copied"
@@ -87,13 +89,17 @@ def axes(run: Run, mesh: Mesh, where: dict[str, dict[str, Placement]], links: di
          held: tuple[str, ...]) -> tuple[Axis, ...]:
     """The axes of more than one rank, innermost first. `links`: what the groups of each cross; `held`: the kinds of tensor there are."""
     out = []
-    for name, degree in mesh.degrees.items():
+    degrees, strides = {**mesh.degrees}, {**mesh.strides}
+    if run.plan.ep > 1:
+        degrees, strides = {"tp": degrees.pop("tp"), "ep": run.plan.ep, **degrees}, {**strides, "ep": run.plan.tp}
+    for name, degree in degrees.items():
         if degree == 1:
             continue
         of = {kind: placed[name] for kind, placed in where.items() if kind in held}
         updates = of.get("optimizer") == "sharded" or of.get("master_weights") == "sharded"
-        divides = {"tp": _tensor_work(run), "pp": ("layers",), "cp": ("tokens of a sequence",)}.get(name, ("sequences of the batch",))
-        out.append(Axis(name, degree, mesh.strides[name], links[name], SERVES[name], (*divides, *(("the update",) if updates else ())),
+        divides = {"tp": _tensor_work(run), "pp": ("layers",), "cp": ("tokens of a sequence",),
+                   "ep": ("the experts of a layer, and the rows of tokens that go to them",)}.get(name, ("sequences of the batch",))
+        out.append(Axis(name, degree, strides[name], links[name], SERVES[name], (*divides, *(("the update",) if updates else ())),
                         _of(of, "sharded"), tuple(kind for kind in of if of[kind] in ("divided", "partly divided") and kind != BATCH), _of(of, "copied"),
                         time.communication_s.get(name, 0.0) if time else 0.0, time.exposed_s.get(name, 0.0) if time else 0.0))
     return tuple(out)

@@ -9,6 +9,8 @@ from costmodel.timeline import Span, Timeline
 
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 ACTIVATION_GRADIENTS, STATISTICS, NORM = "gradients of activations", "loss statistics", "gradient norm"
+KEYS_VALUES, KEYS_VALUES_GRADIENTS = "keys and values", "gradients of keys and values"
+ROWS, ROW_GRADIENTS, COUNTS = "rows of tokens to and from experts", "gradients of rows", "counts of rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,8 @@ class Movement:
     """Equal collectives of a step."""
 
     tensor: str
-    """What travels: parameters, gradients, activations, gradients of activations, loss statistics, gradient norm."""
+    """What travels: parameters, gradients, activations, gradients of activations, keys and values, gradients of keys and values, rows to and from
+    experts, their gradients and counts, loss statistics, gradient norm."""
     collective: str
     axis: str
     group: int
@@ -47,8 +50,14 @@ def what(op: Op, phase: str) -> str:
     name, axis = op.name.partition("(")[0], op.comm.axis
     if name.startswith("clip."):
         return NORM
+    if axis == "ep":
+        return COUNTS if name == "experts.counts" else ROW_GRADIENTS if phase == "backward" and name.endswith(".all_to_all.all_to_all") else ROWS
     if axis == "pp":
         return ACTIVATIONS if name.endswith("activation") else ACTIVATION_GRADIENTS
+    if axis == "cp":
+        if name.endswith(".all_to_all"):
+            return ACTIVATION_GRADIENTS if name.endswith(".all_to_all.all_to_all") else ACTIVATIONS
+        return KEYS_VALUES_GRADIENTS if name.endswith("_gradient") else KEYS_VALUES
     if axis == "tp":
         if name.startswith("loss."):
             return STATISTICS
@@ -124,9 +133,9 @@ def _waits(line: Timeline, seconds: dict[Key, float], exposed_s: dict[str, float
 
 
 def _groups(mesh: Mesh, comm: Comm) -> Groups:
-    """The process groups of an axis; where state or gradients span cp as well, the wider ones."""
+    """The process groups of an axis; where state or gradients span cp as well, the wider ones, or cp's own where nothing else is above 1."""
     of_axis = [g for g in mesh.groups if g.size == comm.group and (g.axis == comm.axis or g.axis.startswith(f"{comm.axis} x"))]
-    return of_axis[0]
+    return next(iter(of_axis), None) or next(g for g in mesh.groups if g.axis == "cp")
 
 
 def link_words(groups: Groups) -> str:

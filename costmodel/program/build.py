@@ -7,10 +7,24 @@ from typing import Any
 
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
-from costmodel.program.layers import Numbers, Unit, batch_tensors, constant_tensors, embedding_unit, head_unit, layer_unit, numbers_of
+from costmodel.program.layers import (
+    Numbers,
+    Unit,
+    batch_tensors,
+    constant_tensors,
+    embedding_unit,
+    head_unit,
+    layer_unit,
+    numbers_of,
+    resolved_attention,
+)
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy
+from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
+from costmodel.program.parallel.expert import refusals as expert_refusals
+from costmodel.program.parallel.expert_fsdp import ExpertFSDP
+from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
@@ -55,23 +69,22 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     """The strategy that a plan names."""
     p = run.plan
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
-        return MegatronDP(run, numbers, inventory)
+        return (MegatronExperts if p.ep > 1 else MegatronDP)(run, numbers, inventory)
     if p.framework == "deepspeed":
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
-        return FSDP(run, numbers, inventory)
+        return (ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
     if p.zero == 2:
         return Zero2(run, numbers, inventory)
     if p.zero == 1:
         return Zero1(run, numbers, inventory)
-    return DDP(run, numbers, inventory) if p.dp > 1 else Strategy(run, numbers, inventory)
+    return DDP(run, numbers, inventory) if p.dp * p.cp > 1 else Strategy(run, numbers, inventory)
 
 
 def refusals(run: Run) -> Iterator[PlanError]:
     """What can be described but not predicted yet."""
     m, p, r = run.model, run.plan, run.recipe
     for on, field, value, what, fix in (
-            (m.moe is not None, "model", m.name, "mixture of experts", "Use a dense model."),
             (m.mla is not None, "model", m.name, "multi-head latent attention", "Use a model with ordinary attention."),
             (m.mtp_depth > 0, "model.mtp_depth", m.mtp_depth, "multi-token prediction", "Use mtp_depth = 0."),
             (bool(m.hybrid), "model.hybrid", m.hybrid, f"{m.hybrid or 'hybrid'} layers", "Use a pure Transformer."),
@@ -88,8 +101,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
-            (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1."),
-            (p.ep > 1, "plan.ep", p.ep, "expert parallelism", "Use ep = 1."),
             (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
@@ -104,10 +115,13 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (r.optimizer.name == "muon", "recipe.optimizer", "muon", "Muon", "Use adamw."),
             (p.framework == "pytorch" and r.precision.master is not None, "recipe.precision.master", r.precision.master,
              "a master copy in the PyTorch dialect", "Use parameter = fp32, or framework = megatron."),
-            (r.cuda_graphs and r.compile is False, "recipe.cuda_graphs", True, "CUDA graphs of eager code", "Use compile = true with it.")):
+            (r.cuda_graphs and r.compile is False and not (m.moe and p.framework == "megatron"), "recipe.cuda_graphs", True, "CUDA graphs of eager code",
+             "Use compile = true with it.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
+    yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
+    yield from ContextParallel.refusals(run, resolved_attention(run))
     yield from pipeline_refusals(run)
 
 
@@ -119,7 +133,7 @@ class Builder:
     """Assembles one role's step; equal blocks are made once."""
 
     def __init__(self, run: Run, numbers: Numbers, strategy: Strategy, inventory: Inventory, like: "Builder | None" = None,
-                 stage: Stage | None = None) -> None:
+                 stage: Stage | None = None, *, busiest: bool = True) -> None:
         self.run = run
         self.stage = stage or Stage(WHOLE, inventory.layers, True, True)
         self.tied = run.model.tied_embeddings and self.stage.first and self.stage.last
@@ -127,7 +141,7 @@ class Builder:
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
-        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers),
+        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers, busiest=busiest),
                                                              HEAD: head_unit(run, numbers)}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
@@ -246,8 +260,15 @@ class Builder:
     def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
         key = (unit, "forward", save, drop)
         if key not in self.cores:
-            self.cores[key] = Block(unit, "forward", tuple(self._forward_ops(unit, save=save, drop=drop)))
+            ops = self._forward_ops(unit, save=save, drop=drop)
+            self.cores[key] = Block(unit, "forward", tuple(self._placed(unit, ops, "forward")))
         return self.cores[key]
+
+    def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY, *, again: bool = False) -> list[Op]:
+        """The ops of a unit, with what the strategy does at its marks."""
+        if not self.unit[unit].tape.marked:
+            return ops
+        return [each for op in ops for each in (self.strategy.at_mark(op.name, phase, index, micro, again=again) if op.kind == "mark" else (op,))]
 
     def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Part:
         alone = self.layers == 0 and self.links.borrows_input
@@ -282,18 +303,18 @@ class Builder:
                 self.raw_backward[key] = ops, marks
         return self.raw_backward[key]
 
-    def _with_gradients(self, unit: str, index: int, micro: str) -> tuple[list[Op], list[int]]:
+    def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool], *, again: bool) -> tuple[list[Op], list[int]]:
         """The unit's backward, with what the strategy does as each gradient appears, and where in it the tape's own ops are.
 
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
-        ops, marks = self._raw_backward(unit, (False, False))
+        ops, marks = self._raw_backward(unit, borrowed)
         done = 0
         places: list[int] = []
         for at, item in marks:
             places += range(len(out), len(out) + at - done)
-            out += ops[done:at]
+            out += self._placed(unit, ops[done:at], "backward", index, micro, again=again)
             done = at
             tied = self.tied and item.param.name == "embedding.weight"
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
@@ -310,7 +331,7 @@ class Builder:
                 out[-1] = out[-1].taking(allocs)
             out += more
         places += range(len(out), len(out) + len(ops) - done)
-        return out + ops[done:], places
+        return out + self._placed(unit, ops[done:], "backward", index, micro, again=again), places
 
     def backward_layers(self, micro: str) -> list[tuple[Part, int]]:
         """Blocks of the layers' backward, last layer first; a checkpointed layer or group is computed again before its own."""
@@ -342,7 +363,7 @@ class Builder:
             if core_key not in self.cores:
                 stop = self.unit[LAYER].tape.recompute_until if index == last else None
                 again = self._forward_ops(LAYER, save=True, drop=drop, until=stop, phase="recompute")
-                self.cores[core_key] = Block(LAYER, "recompute", tuple(again))
+                self.cores[core_key] = Block(LAYER, "recompute", tuple(self._placed(LAYER, again, "recompute")))
             self.parts[key] = self.wrapped(LAYER, "recompute", self.strategy.before_recompute(index, micro, first, last), self.cores[core_key], [])
         return self.parts[key]
 
@@ -375,15 +396,17 @@ class Builder:
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear; the same on every stage."""
-        key = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied, borrowed)
+        marked = self.unit[unit].tape.marked
+        again = unit == LAYER and marked and self.checkpointed[index]
+        key = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied, again, borrowed)
         core = self.cores.get(key)
         if core is None:
-            if any(borrowed):
-                own = self.backward_core(unit, index, micro, variant)
+            own = self.backward_core(unit, index, micro, variant) if any(borrowed) else None
+            if own is not None and not marked:
                 core = Block(unit, "backward", self._borrowing(unit, own.ops, self.places[id(own)], borrowed), own)
             else:
-                ops, places = self._with_gradients(unit, index, micro)
-                core = Block(unit, "backward", tuple(ops))
+                ops, places = self._with_gradients(unit, index, micro, borrowed, again=again)
+                core = Block(unit, "backward", tuple(ops), own)
                 self.places[id(core)] = places
             self.cores[key] = core
         return core
@@ -544,7 +567,8 @@ def compress(parts: list[tuple[Part, int]]) -> list[tuple[Part, int]]:
 def single_builder(run: Run, like: Program) -> Builder:
     """A builder for one GPU that spreads nothing, with the same model, recipe and kernels as `like`; it uses the recorded units and
     their ops again where both run the same local shapes."""
-    same = like.builder.run.plan.tp == run.plan.tp and like.inventory.layers == run.model.layers
+    spread = like.builder.run.plan
+    same = (spread.tp, spread.cp, spread.ep) == (run.plan.tp, run.plan.cp, run.plan.ep) and like.inventory.layers == run.model.layers
     inventory = like.inventory if same else inventory_of(run)
     return Builder(run, like.numbers, Strategy(run, like.numbers, inventory), inventory, like.builder if same else None)
 
@@ -553,6 +577,15 @@ def refuse(run: Run) -> None:
     """Raise the first reason why a run is not predicted yet."""
     for error in refusals(run):
         raise error
+
+
+def _by_experts(run: Run, builder: Builder, role: str, ranks: int, example: int) -> list[tuple[str, int, int, Builder]]:
+    """(role, ranks, example rank, builder): where the router sends more rows to some ranks of an ep group, those with the busiest experts and the others."""
+    p, r = run.plan, run.recipe
+    if p.ep == 1 or r.moe_imbalance == 1.0:
+        return [(role, ranks, example, builder)]
+    others = Builder(run, builder.numbers, builder.strategy, builder.strategy.inventory, busiest=False)
+    return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.tp, others)]
 
 
 def build(run: Run) -> Program:
@@ -566,7 +599,8 @@ def build(run: Run) -> Program:
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
         persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
-        roles.append(RankProgram(role, ranks, example, persistent, builder.step(role, False), builder.step(role, True)))
+        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True))
+                  for name, n, first, one in _by_experts(run, builder, role, ranks, example)]
     layer = builder.unit[LAYER]
     return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),
                    builder.unit[HEAD].matmul_flops, builder.recomputed_flops, builder)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from costmodel.program.parallel.expert import is_expert, local_expert
 from costmodel.program.parallel.tensor import local_param
 from costmodel.spec import DTYPE_BYTES, Run
 from costmodel.spec.parameters import Param, embedding_params, head_params, layer_params
@@ -20,6 +21,11 @@ class UnitParams(NamedTuple):
         if n == 1:
             return self.numel
         return sum(-(-p.shape[0] // n) * (p.numel // p.shape[0]) for p in self.params)
+
+
+def without_experts(unit: UnitParams) -> tuple[UnitParams, UnitParams]:
+    """A layer's parameters without its routed experts, and those of the experts."""
+    return _unit([p for p in unit.params if not is_expert(p)]), _unit([p for p in unit.params if is_expert(p)])
 
 
 def _unit(params: list[Param]) -> UnitParams:
@@ -74,7 +80,8 @@ def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True,
     top = head_params(m) if head else []
     if head and m.tied_embeddings and not embedding:
         top.insert(len(top) - m.head_bias, embedding_params(m)[0])
-    layer = layer_params(m.model_copy(update={"fused_qkv": True})) if run.plan.framework == "megatron" else layer_params(m)
+    fused = m.model_copy(update={"fused_qkv": True}) if run.plan.framework == "megatron" else m
+    layer = [local_expert(p, run.plan.ep, run.plan.tp) for p in layer_params(fused, moe=m.moe is not None)]
     if run.plan.framework == "megatron" and m.gated:
         layer = _fused_gate(layer)
     parts = (embedding_params(m) if embedding else [], layer, top)
@@ -95,9 +102,12 @@ def _fused_gate(params: list[Param]) -> list[Param]:
     """Megatron's first feed-forward matrix holds the gate's rows and up's."""
     out: list[Param] = []
     for p in params:
-        if p.name.startswith("mlp.gate."):
+        block, _, rest = p.name.partition(".")
+        if block in ("mlp", "shared", "experts") and rest.startswith("gate."):
             continue
-        out.append(Param(p.name, (2 * p.shape[0], *p.shape[1:])) if p.name.startswith("mlp.up.") else p)
+        double = block in ("mlp", "shared", "experts") and rest.startswith("up.")
+        rows = 1 if block == "experts" else 0
+        out.append(Param(p.name, (*p.shape[:rows], 2 * p.shape[rows], *p.shape[rows + 1:])) if double else p)
     return out
 
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call"]
+Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call", "route", "mark"]
 """What an op is, and where it runs.
 
 matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
 host and device, on its own stream. collective: on its axis's stream, behind what that stream already has. wait: compute waits for
 an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
-for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region.
+for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region. route: the host reads
+which rows go to which expert while compute waits, `kernels` the experts. mark: a place in a unit where
+the strategy puts ops of its own; the builder leaves none.
 """
 
 
@@ -69,6 +71,8 @@ class Op(NamedTuple):
     """Runs a second time, to compute an activation again."""
     detached: bool = False
     """collective, side: does not wait for the compute stream, for its input was there long before."""
+    inline: bool = False
+    """collective: the call returns when it is done, where host and device are one (gloo); on a GPU its stream alone is held up."""
 
     def taking(self, tensors: tuple[Tensor, ...]) -> "Op":
         """This op allocating more (much faster than _replace)."""
@@ -113,7 +117,7 @@ def seq(*parts: Part | tuple[Part, int]) -> Seq:
     """A Seq of parts, dropping empty ones; `seq(a, (b, 3))` is a, then b three times."""
     out: list[tuple[Part, int]] = []
     for part in parts:
-        p, n = part if type(part) is tuple else (part, 1)
+        p, n = part if isinstance(part, tuple) and not isinstance(part, Seq) else (part, 1)
         if n > 0 and (p.ops if isinstance(p, Block) else p.parts):
             out.append((p, n))
     return Seq(tuple(out))

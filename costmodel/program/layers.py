@@ -6,7 +6,10 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 
 from dataclasses import dataclass
 
+from costmodel.program.experts import mixture
 from costmodel.program.ir import Tensor
+from costmodel.program.parallel.context import ContextParallel
+from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
 from costmodel.program.tape import Back, Inner, Tape, Value
 from costmodel.spec import Run
@@ -67,10 +70,10 @@ def resolved_attention(run: Run) -> str:
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
-    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "heads", "kv_heads", "ffn", "vocab",
-                 "cached", "cached_flops", "matmuls")
+    __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
+                 "vocab", "cached", "cached_flops", "matmuls")
 
-    def __init__(self, run: Run, numbers: Numbers) -> None:
+    def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES)
         self.run = run
         self.n = numbers
@@ -79,6 +82,7 @@ class Walk:
         self.tokens = self.batch * self.seq
         """Tokens inside the blocks."""
         self.tp = TensorParallel(run)
+        self.cp = ContextParallel(run)
         self.rows = self.tokens // self.tp.t if self.tp.sp else self.tokens
         """Tokens of the residual stream on this rank."""
         m, t = run.model, self.tp.t
@@ -90,6 +94,7 @@ class Walk:
         """Nodes whose results per-operation checkpointing keeps: attention, and every other matmul."""
         self.cached_flops = 0.0
         self.matmuls = 0
+        self.ep = ExpertParallel(run, busiest=busiest) if run.model.moe else None
 
     # -- kernels -----------------------------------------------------------------------------------------------------
 
@@ -291,8 +296,9 @@ class Walk:
         m, n = self.run.model, self.n
         h, qw, kw = m.hidden, self.heads * m.head_dim, self.kv_heads * m.head_dim
         x = self.tp.enter(self, x, "attention")
-        if m.fused_qkv or self.tp.megatron:
-            copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math")
+        fused = m.fused_qkv or self.tp.megatron
+        if fused:
+            copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math") or self.cp.c > 1
             q, k, v = self.fused_linear(x, "attention.qkv", (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)), m.qkv_bias, copied=copied)
         else:
             q = self.linear(x, "attention.q", qw, h, m.qkv_bias)
@@ -304,7 +310,7 @@ class Walk:
         if m.positions == "rope":
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
-        q, k, v = (self.cast(t, n.act) for t in (q, k, v))
+        q, k, v = (self.cast(t, n.act) for t in self.cp.contiguous(self, (q, k, v), fused=fused))
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
         chk = self.run.plan.checkpointing
@@ -335,7 +341,11 @@ class Walk:
         return views
 
     def attention_core(self, q: Value, k: Value, v: Value) -> Value:
-        """From queries, keys and values to the heads' outputs."""
+        """From queries, keys and values to the heads' outputs, of the whole sequence where its ranks share it."""
+        return self.cp.attention(self, q, k, v, self.local_attention)
+
+    def local_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """Attention over what is here."""
         if self.n.attention in ("eager", "math"):
             return self.eager_attention(q, k, v)
         out = self.flash_attention(q, k, v)
@@ -427,19 +437,23 @@ class Walk:
     # -- units ---------------------------------------------------------------------------------------------------------
 
     def mlp(self, x: Value) -> Value:
-        """The dense feed-forward block."""
-        m, ffn = self.run.model, self.ffn
-        x = self.tp.enter(self, x, "mlp")
+        """The feed-forward block: dense, or a mixture of experts."""
+        return self.feed_forward(x, "mlp", self.ffn, self.run.model.mlp_bias) if self.ep is None else mixture(self, x)
+
+    def feed_forward(self, x: Value, name: str, ffn: int, bias: bool) -> Value:
+        """Two matrices around an activation, or three with a gate; `ffn` is the inner width on this rank."""
+        m = self.run.model
+        x = self.tp.enter(self, x, name)
         if m.gated and self.tp.megatron:
-            gate, up = self.fused_linear(x, "mlp.up", (("mlp.gate", ffn), ("mlp.up", ffn)), m.mlp_bias, copied=False)
-            inner = self.gate(gate, up, "mlp")
+            gate, up = self.fused_linear(x, f"{name}.up", ((f"{name}.gate", ffn), (f"{name}.up", ffn)), bias, copied=False)
+            inner = self.gate(gate, up, name)
         elif m.gated:
-            gate = self.linear(x, "mlp.gate", ffn, m.hidden, m.mlp_bias)
-            up = self.linear(x, "mlp.up", ffn, m.hidden, m.mlp_bias)
-            inner = self.gate(gate, up, "mlp")
+            gate = self.linear(x, f"{name}.gate", ffn, m.hidden, bias)
+            up = self.linear(x, f"{name}.up", ffn, m.hidden, bias)
+            inner = self.gate(gate, up, name)
         else:
-            inner = self.activation(self.linear(x, "mlp.up", ffn, m.hidden, m.mlp_bias), "mlp")
-        return self.tp.leave(self, self.linear(inner, "mlp.down", m.hidden, ffn, m.mlp_bias), "mlp.down")
+            inner = self.activation(self.linear(x, f"{name}.up", ffn, m.hidden, bias), name)
+        return self.tp.leave(self, self.linear(inner, f"{name}.down", m.hidden, ffn, bias), f"{name}.down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,8 +491,10 @@ def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
     out: list[Tensor] = []
     if m.positions == "rope" and m.rotary_fraction:
         out.append(Tensor("rotary tables", "framework", 2 * s * int(m.head_dim * m.rotary_fraction) * DTYPE_BYTES[numbers.act]))
+    if m.position_rows and run.plan.cp > 1 and run.plan.framework == "pytorch":
+        out.append(Tensor("positions of this rank's tokens", "framework", 8 * s))
     if numbers.attention == "eager" and run.recipe.causal:
-        out.append(Tensor("attention mask", "framework", s * s))
+        out.append(Tensor("attention mask", "framework", run.recipe.seq_len ** 2))
     return tuple(out)
 
 
@@ -488,10 +504,10 @@ def model_attention_flops(run: Run) -> float:
     return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / (run.plan.cp * run.plan.tp)
 
 
-def layer_unit(run: Run, numbers: Numbers) -> Unit:
-    """One dense layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
+def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
+    """One layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
     m = run.model
-    w = Walk(run, numbers)
+    w = Walk(run, numbers, busiest=busiest)
     x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     n = m.norms_per_layer
     if m.parallel_residual:
@@ -536,7 +552,7 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
         rows = local_param(Param("positions.weight", (m.position_rows, m.hidden)), w.tp.t, run.plan.framework)
         at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
         w.tape.record("positions", "memory", (), (at,), nbytes=2.0 * at.nbytes, dtype=dtype,
-                      extra=(Tensor("positions.index", "activations", w.seq * 8),),
+                      extra=() if w.cp.c > 1 else (Tensor("positions.index", "activations", w.seq * 8),),
                       backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param,
                                   grad_numel=w.tp.lookup(rows, m.position_rows)),))
         if not w.tp.megatron:

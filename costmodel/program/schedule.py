@@ -159,7 +159,7 @@ class Round(NamedTuple):
     steps: tuple[tuple[int, int, int, int], ...]
     """(rank, which duration, index of its end, index of the end it waits for or -1) of the first time. Durations are those of all keys for
     the first micro-batch, then those for a middle one, then those for the last."""
-    count: int
+    times: int
     inputs: tuple[tuple[int, int], ...] = ()
     """Of each step the steps of this round or the one before that it begins after: its rank's last, and the one it waits for (or itself).
     Empty where they lie further back, or where somebody needs more of these rounds later than the ends of the last one."""
@@ -178,7 +178,7 @@ def rounds(schedule: str, p: int, v: int, m: int) -> tuple[Round, ...]:
             near = all(place.get(needs, last) >= last - length for _, _, _, needs in steps[last:end])
             done = all(not start <= place.get(needs, last) < last for _, _, _, needs in steps[end:])
             out.append(Round(tuple(once), count, _inputs(once, place, start) if near and done else ()))
-        elif out and out[-1].count == 1:
+        elif out and out[-1].times == 1:
             out[-1] = Round((*out[-1].steps, *steps[start:end]), 1)
         else:
             out.append(Round(tuple(steps[start:end]), 1))
@@ -247,8 +247,8 @@ def _goes_on(history: list[list[float]], inputs: Sequence[tuple[int, int]], long
         gains = list(map(sub, now, history[-1 - period]))
         if max(gains) - min(gains) <= near:
             return period, gains
-        if period == 1 and len(history) > 2 and all([abs(g - (b - a)) <= near for g, b, a in zip(gains, history[-2], history[-3], strict=True)]) and all(
-                [gains[i] <= g + near and gains[j] <= g + near for g, (i, j) in zip(gains, inputs, strict=True)]):
+        if period == 1 and len(history) > 2 and all(abs(g - (b - a)) <= near for g, b, a in zip(gains, history[-2], history[-3], strict=True)) and all(
+                gains[i] <= g + near and gains[j] <= g + near for g, (i, j) in zip(gains, inputs, strict=True)):
             return 1, gains
     return NEVER, []
 

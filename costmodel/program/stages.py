@@ -85,8 +85,8 @@ def build_pipeline(run: Run) -> Program:
         by_slot: dict[Slot, Seq] = {}
         counts: dict[int, tuple[Seq, int]] = {}
         for slot, n in slot_counts(*order):
-            known, key = slots.setdefault(id(mine[slot.stage]), {}), slot[::2]
-            part = known.get(key) or known.setdefault(key, _part(mine, slot))
+            known, place = slots.setdefault(id(mine[slot.stage]), {}), (slot.kind, slot.micro)
+            part = known.get(place) or known.setdefault(place, _part(mine, slot))
             by_slot[slot] = part
             counts[id(part)] = part, n + counts.get(id(part), (part, 0))[1]
         parts = one([(a.before, 1), *counts.values(), (a.after, 1)])
@@ -94,7 +94,8 @@ def build_pipeline(run: Run) -> Program:
         middle = joined([(by_slot[slots[0]] if len(slots) == 1 else one([(by_slot[slot], 1) for slot in slots]), count) for slots, count in pattern])
         step, first_step = Seq((*a.before.parts, (middle, 1), (a.after, 1))), Seq((*a.first_before.parts, (middle, 1), (a.first_after, 1)))
         ranks.append(PipelineRank(mine, by_slot, a.before, a.after, parts, pattern[-1][0][-1]))
-        roles.append(RankProgram(f"pipeline rank {r}", run.cluster.gpus // p.pp, r * (run.cluster.gpus // p.pp), a.persistent, step, first_step))
+        ranks_of = run.cluster.gpus // p.pp
+        roles.append(RankProgram(f"pipeline rank {r}", ranks_of, r * ranks_of + like.strategy.first_rank, a.persistent, step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())
     whole = inventory_of(run)

@@ -14,7 +14,8 @@ from costmodel.spec.parameters import Param
 class Value:
     """A tensor of the forward program."""
 
-    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "saved_first", "last_use", "made_by", "outside", "own_bytes", "grad_comm", "grad_in_place", "regather")
+    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "saved_first", "last_use", "made_by", "outside", "own_bytes", "grad_comm",
+                 "grad_in_place", "regather")
 
     def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
         self.name = name
@@ -99,6 +100,8 @@ class Node(NamedTuple):
     comm: Comm | None
     inner: "Inner | None" = None
     """Ops of its own that are checkpointed: they run in forward without saving, and again before their backward."""
+    event: str = ""
+    """collective: what it signals when done, without being waited for; wait: what is waited for."""
 
 
 class Inner(NamedTuple):
@@ -126,6 +129,8 @@ class Tape:
         self.nodes: list[Node] = []
         self.element_bytes = element_bytes
         self.held: list[Value] = []
+        self.marked = False
+        """Some of its nodes are marks, which a strategy replaces by what it does there."""
 
     def input(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
         """A tensor that comes from another unit."""
@@ -137,7 +142,8 @@ class Tape:
 
     def record(self, name: str, kind: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], *, saved: tuple[Value, ...] = (),
                extra: tuple[Tensor, ...] = (), backs: tuple[Back, ...] = (), flops: float = 0.0, nbytes: float = 0.0,
-               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None) -> None:
+               dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None,
+               event: str = "") -> None:
         index = len(self.nodes)
         for v in inputs:
             v.last_use = index
@@ -150,7 +156,12 @@ class Tape:
             if not v.saves:
                 v.saved_first = index
             v.saves += 1
-        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm))
+        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
+
+    def mark(self, name: str) -> None:
+        """A place where a strategy acts, in forward and in backward."""
+        self.record(name, "mark", (), ())
+        self.marked = True
 
     def record_checkpointed(self, name: str, inputs: tuple[Value, ...], output: Value, inner: Inner) -> None:
         """A stretch that keeps only its inputs (torch.utils.checkpoint, non-reentrant)."""
@@ -207,7 +218,7 @@ class Tape:
                 allocs.append(temp)
                 frees.append(temp)
             ops.append(Op(node.name, node.kind, node.flops, node.nbytes, node.dims, node.dtype, node.kernels,  # type: ignore[arg-type]
-                          tuple(allocs), tuple(frees), node.comm))
+                          tuple(allocs), tuple(frees), node.comm, node.event))
         return ops
 
     @staticmethod
@@ -268,8 +279,11 @@ class Tape:
         beside: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
-            if beside and not any([b.kind == "collective" and not b.event for b in node.backs]) and not any(
-                    [v.grad_comm for v in node.outputs if id(v) in grads]):
+            if node.kind == "mark":
+                ops.append(Op(node.name, "mark", kernels=0))
+                continue
+            if beside and not any(b.kind == "collective" and not b.event for b in node.backs) and not any(
+                    v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside
                 beside = []
             out_grads: list[_Grad] = []

@@ -128,8 +128,7 @@ def _values(run: Run, quantity: str, keep: Keep) -> Candidates:
         return Candidates([n for n in range(1, min(each, most) + 1) if each % n == 0], end)
     if quantity == "layers":
         return Candidates(range(p.pp * p.virtual_stages, most + 1), end)
-    ring = 2 if p.cp > 1 and p.cp_kind == "ring" and run.recipe.causal else 1
-    unit = math.lcm(p.cp * ring, p.tp * p.cp if p.sequence_parallel else 1)
+    unit = math.lcm(run.sequence_pieces, p.tp * p.cp if p.sequence_parallel else 1)
     if run.model.positions == "learned":
         most, end = run.model.position_rows, f"the model has {run.model.position_rows:,} learned positions"
     tiled = math.lcm(unit, TILE)

@@ -28,6 +28,8 @@ class MoE(Spec):
     """Total inner width of the shared experts."""
     first_dense_layers: int = Field(0, ge=0)
     """Leading layers whose feed-forward block is dense."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
     router_bias: bool = False
     expert_bias: bool = False
     aux_loss_coefficient: float = Field(0.0, ge=0)

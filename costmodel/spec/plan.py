@@ -47,6 +47,10 @@ class Plan(Spec):
     """Layers of each stage, in order of the model; empty divides evenly."""
     cp: PositiveInt = 1
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
+    """How attention sees the whole sequence: keys and values pass from rank to rank, or are gathered; or heads are split for it instead."""
+    cp_balance: bool = True
+    """Under causal ring or all-gather attention a rank takes a piece of the sequence's head and its mirror of the tail, so that all compute
+    the same (Megatron, torch's context_parallel); False: consecutive pieces, of which the last rank's has most to compute."""
     ep: PositiveInt = 1
     ep_overlap: bool = False
     checkpointing: Checkpointing = Checkpointing()
@@ -101,3 +105,13 @@ class Plan(Spec):
     def state_shards(self) -> int:
         """Ranks over which sharded state is split: dp_shard x cp."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which experts can be spread: dp_shard x cp, or, where nothing is sharded, the replicas x cp."""
+        return (self.dp_shard if self.zero else self.dp) * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts, of those over which experts can be spread."""
+        return self.expert_ranks // self.ep

@@ -10,6 +10,7 @@ from costmodel.spec.cluster import Cluster
 from costmodel.spec.model import Model
 from costmodel.spec.plan import Plan
 from costmodel.spec.recipe import Recipe
+from costmodel.spec.routing import checked_imbalance
 
 INTERLEAVED = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
 FLASH = ("fa1", "fa2", "fa3", "cudnn")
@@ -37,6 +38,17 @@ class Run(Spec):
     def micro_batches(self) -> int:
         """Micro-batches of one step (m of a pipeline schedule)."""
         return self.recipe.grad_accum
+
+    @property
+    def balances_context(self) -> bool:
+        """Whether a cp rank's part of the sequence is a piece of its head and the mirror of that in its tail."""
+        p = self.plan
+        return p.cp > 1 and p.cp_balance and self.recipe.causal and p.cp_kind != "ulysses"
+
+    @property
+    def sequence_pieces(self) -> int:
+        """Equal pieces into which context parallelism cuts a sequence."""
+        return self.plan.cp * (2 if self.balances_context else 1)
 
     @property
     def tokens_per_step(self) -> int:
@@ -112,7 +124,7 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
 
 def _context(run: Run) -> Iterator[PlanError]:
     m, p, s = run.model, run.plan, run.recipe.seq_len
-    pieces = 2 * p.cp if p.cp > 1 and run.recipe.causal and p.cp_kind == "ring" else p.cp
+    pieces = run.sequence_pieces
     if s % pieces:
         yield PlanError("recipe.seq_len", s, f"cp = {p.cp} cuts the sequence into {pieces} equal pieces.", f"Use seq_len = {_multiple(s, pieces)}.")
     if p.cp > 1 and p.cp_kind == "ulysses" and (m.heads % (p.tp * p.cp) or m.kv_heads % (p.tp * p.cp)):
@@ -129,11 +141,13 @@ def _expert(run: Run) -> Iterator[PlanError]:
     if m.moe is None:
         yield PlanError("plan.ep", p.ep, f"{m.name} has no experts.", "Use ep = 1.")
         return
-    if (p.dp_shard * p.cp) % p.ep:
-        yield PlanError("plan.ep", p.ep, f"ep must divide dp_shard x cp = {p.dp_shard * p.cp}.",
-                        f"Use ep = {nearest_divisors(p.dp_shard * p.cp, p.ep)}.")
+    if p.expert_ranks % p.ep:
+        yield PlanError("plan.ep", p.ep, f"ep must divide {'dp' if p.expert_ranks > p.state_shards else 'dp_shard'} x cp = {p.expert_ranks}.",
+                        f"Use ep = {nearest_divisors(p.expert_ranks, p.ep)}.")
     if m.moe.experts % p.ep:
         yield PlanError("plan.ep", p.ep, f"experts = {m.moe.experts} must be a multiple of ep.", f"Use ep = {nearest_divisors(m.moe.experts, p.ep)}.")
+    if error := checked_imbalance(run.recipe.moe_imbalance, p.ep):
+        yield error
 
 
 def _batch(run: Run) -> Iterator[PlanError]:

@@ -45,10 +45,11 @@ class CollectiveRecorder:
         self._axes_of_ranks: dict[tuple[int, ...], str] = {}
 
     def name_axes(self, axes: Mapping[str, Any]) -> None:
-        """Which process group is which axis of the Run: {"dp_shard": group, ...}."""
+        """Which process group is which axis of the Run: {"dp_shard": group, ...}; of axes with the same ranks, the first is meant where the name does
+        not tell."""
         for axis, group in axes.items():
             self._axes[group.group_name] = axis
-            self._axes_of_ranks[tuple(dist.get_process_group_ranks(group))] = axis
+            self._axes_of_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
 
     def _axis(self, group: Any) -> str:
         """By name, else by its ranks: a mesh equal to an earlier one of this process may go on with the groups of that one."""

@@ -62,7 +62,7 @@ def strategy_name(run: Run) -> str:
         return "fsdp"
     if run.plan.zero in (1, 2):
         return f"zero{run.plan.zero}"
-    return "ddp" if run.plan.dp > 1 else "single"
+    return "ddp" if run.plan.dp * run.plan.cp > 1 else "single"
 
 
 def strategy(run: Run) -> Any:

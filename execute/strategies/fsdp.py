@@ -3,22 +3,26 @@
 
 Shards: parameters, gradients, optimizer state, dim 0 of each tensor over dp_shard. Sends, per micro-batch: an all-gather of each group
 before its forward and, where it was resharded, before its backward; a reduce-scatter of its gradients after it. HSDP: a mesh
-(dp_replicate, dp_shard) adds an all-reduce of the sharded gradients.
+(dp_replicate, dp_shard) adds an all-reduce of the sharded gradients. Experts spread over an ep group are fully_shard'ed apart, over the ranks that
+have the same ones.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from costmodel.spec import Run
 from execute.dtypes import DTYPES
-from execute.optim import make_optimizer
+from execute.experts import Experts
+from execute.optim import Several, make_optimizer
 from execute.strategies import Prepared, Region, no_region
-from execute.strategies.mesh import groups_of, mesh_of
+from execute.strategies.mesh import expert_group_of, expert_mesh_of, groups_of, mesh_of
 
 
 def shard(run: Run, model: nn.Module, device: str = "cpu", mesh: DeviceMesh | None = None) -> None:
@@ -31,6 +35,8 @@ def shard(run: Run, model: nn.Module, device: str = "cpu", mesh: DeviceMesh | No
     mesh = mesh["dp_replicate", "dp_shard"] if p.dp_replicate > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
     layers = list(model.get_submodule("layers").children())
+    if p.ep > 1:
+        shard_experts(run, model, device, policy)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=p.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -54,4 +60,52 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
 
     first = next(model.parameters())
     assert isinstance(first, DTensor)
-    return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()), micro_batch=micro_batch, axes=groups_of(first.device_mesh))
+    prepared = Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()), micro_batch=micro_batch, axes=groups_of(first.device_mesh))
+    if run.plan.ep > 1:
+        _with_experts(run, prepared)
+    return prepared
+
+
+def shard_experts(run: Run, model: nn.Module, device: str, policy: MixedPrecisionPolicy) -> None:
+    """fully_shard the experts of each layer over the ranks that have the same ones: by experts, or where those do not divide by the rows of each."""
+    p, mesh = run.plan, expert_mesh_of(run, device)
+    over = mesh["dp_replicate", "edp"] if p.dp_replicate > 1 else mesh["edp"]
+    group = expert_group_of(run, mesh)
+    for experts in _experts(model):
+        experts.group = group
+        by_rows = (lambda parameter: Shard(1)) if experts.here % p.expert_replicas else None
+        fully_shard(experts, mesh=over, mp_policy=policy, reshard_after_forward=p.reshard_after_forward, shard_placement_fn=by_rows)
+
+
+def _experts(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def _with_experts(run: Run, prepared: Prepared) -> None:
+    """What differs where experts are spread: their own optimizer (fused kernels take no weights of two meshes), the mean of their gradients over all
+    ranks (FSDP2 divides by the ranks that have the same ones alone), and a norm over both meshes."""
+    experts = _experts(prepared.model)
+    spread = [p for one in experts for p in one.parameters()]
+    chosen = {id(p) for p in spread}
+    rest = [p for p in prepared.model.parameters() if id(p) not in chosen]
+    group, first = experts[0].group, spread[0]
+    assert isinstance(first, DTensor)
+    prepared.optimizer = Several(make_optimizer(run.recipe.optimizer, rest), make_optimizer(run.recipe.optimizer, spread))
+    prepared.axes = {**prepared.axes, "edp": first.device_mesh.get_group("edp"), "ep": group}
+
+    def after_backward(last: bool) -> None:
+        if last:
+            torch._foreach_div_([p.grad for p in spread if p.grad is not None], run.plan.ep)
+
+    @torch.no_grad()
+    def clip(max_norm: float) -> Tensor:
+        both = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in (rest, spread)]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in both]
+        square = norms[1].square()
+        dist.all_reduce(square, group=group)
+        total = (norms[0].square() + square).sqrt()
+        for part in (rest, spread):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
+        return total
+
+    prepared.after_backward, prepared.clip = after_backward, clip

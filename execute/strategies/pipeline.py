@@ -45,6 +45,7 @@ class Stages(nn.ModuleDict):
         self.first_layer = [sum(part.layers for part in parts[:s]) for s in range(len(parts))]
         """Where each stage of the pipeline begins in the model."""
         super().__init__({f"stage{s}": Transformer(context, parts[s]) for s in self.numbers})
+        self.context = context
 
     @property
     def stages(self) -> list[Transformer]:
@@ -158,11 +159,12 @@ class Stage(compat.QuietStage):
 def _stage(run: Run, number: int, module: Transformer, groups: dict[str, Any], *, dry: bool, region: Region) -> Stage:
     """A stage with static metadata: shapes and dtypes of what it receives and sends."""
     r, plan = run.recipe, run.plan
-    tokens = r.seq_len // plan.tp if plan.sequence_parallel else r.seq_len
-    hidden = torch.empty(r.micro_batch, tokens, run.model.hidden, dtype=DTYPES[r.precision.compute], device="meta", requires_grad=True)
-    ids = torch.empty(r.micro_batch, r.seq_len, dtype=DTYPES[r.token_dtype], device="meta")
-    logits = torch.empty(r.micro_batch, r.seq_len, run.model.vocab, dtype=DTYPES[r.precision.compute], device="meta", requires_grad=True)
-    replicated = plan.zero == 0 and plan.dp_replicate > 1
+    tokens = r.seq_len // plan.cp
+    rows = tokens // plan.tp if plan.sequence_parallel else tokens
+    hidden = torch.empty(r.micro_batch, rows, run.model.hidden, dtype=DTYPES[r.precision.compute], device="meta", requires_grad=True)
+    ids = torch.empty(r.micro_batch, tokens, dtype=DTYPES[r.token_dtype], device="meta")
+    logits = torch.empty(r.micro_batch, tokens, run.model.vocab, dtype=DTYPES[r.precision.compute], device="meta", requires_grad=True)
+    replicated = plan.zero == 0 and plan.dp_replicate * plan.cp > 1
     whole: nn.Module = real_ddp(module, plan, region, groups["dp_replicate"]) if replicated and not dry else module
     stage = Stage(whole, number, plan.pp * plan.virtual_stages, next(module.parameters()).device, group=groups["pp"],
                   input_args=ids if module.part.first else hidden, output_args=logits if module.part.last else hidden)

@@ -14,6 +14,7 @@ from costmodel.inputs import build_run
 from execute import compat
 from execute.assemble import assemble
 from execute.data import Text
+from execute.experts import Experts
 from execute.marks import NoMarks
 from execute.observe.profiling import profile_step
 from execute.strategies.pipeline import Stages
@@ -102,10 +103,15 @@ def gradients(prepared: Any) -> dict[str, Any]:
             dist.all_gather_into_tensor(whole, shard.grad)
             flats[shard.untyped_storage().data_ptr()] = whole
     found = {}
+    spread = {id(p): module.group for module in model.modules() if isinstance(module, Experts) and module.group is not None for p in module.parameters()}
     for name, p in model.named_parameters():
         name = model.name_in_model(name) if isinstance(model, Stages) else name
         if isinstance(p.grad, DTensor):
             found[name] = p.grad.full_tensor()
+            if id(p) in spread:
+                parts = [torch.empty_like(found[name]) for _ in range(dist.get_world_size(spread[id(p)]))]
+                dist.all_gather(parts, found[name], group=spread[id(p)])
+                found[name] = torch.cat(parts)
         elif p.grad is not None:
             found[name] = p.grad.clone()
         else:

@@ -139,7 +139,7 @@ def test_a_steady_step_ends_with_what_it_began_with() -> None:
     assert sum(seen.states.values()) == pytest.approx(before, abs=8)
 
 
-@pytest.mark.parametrize(("given", "field"), [({"gpus": 2, "cp": 2, "strategy": "ddp"}, "plan.cp"),
+@pytest.mark.parametrize(("given", "field"), [({"gpus": 2, "cp": 2, "strategy": "ddp", "recipe": {"precision": "bf16-pure", "dropout": 0.1}}, "recipe.dropout"),
                                               ({"recipe": {"optimizer": "adam8bit"}}, "recipe.optimizer"),
                                               ({"recipe": {"compile": True}}, "recipe.compile")])
 def test_what_is_not_performed_is_refused_by_name(given: dict[str, Any], field: str) -> None:

@@ -1,4 +1,4 @@
-"""Twenty runs of benchmarks/bytes.py: the prediction against the dry run."""
+"""Runs of benchmarks/bytes.py: the prediction against the dry run."""
 
 import importlib.util
 from pathlib import Path
@@ -17,7 +17,8 @@ NAMES = ("single llama autocast", "single gpt eager dropout", "single llama cpu 
          "ddp llama accumulate", "zero1 llama 4", "zero2 gpt 8, 2 MB buckets", "fsdp llama 8 full ckpt", "fsdp gpt 7, uneven shards",
          "fsdp llama 8 accumulate, no sync", "hsdp llama 16",
          "tp 2 sp loss llama", "tp 4 gpt", "fsdp 4 x tp 2 sp loss deep tiny", "pp 4 1f1b rank 1", "pp 4 gpipe rank 3", "pp 2 x 2 interleaved last",
-         "pp 4 x ddp 4 middle", "pp 4 x fsdp 4 last")
+         "pp 4 x ddp 4 middle", "pp 4 x fsdp 4 last", "moe single deep autocast", "moe fsdp 8 x ep 8 shared", "moe fsdp 64 x ep 4, cut by rows",
+         "moe fsdp 8 x ep 4 every 2nd tiny")
 CASES = {c.name: c for c in benchmark.cases()}
 
 

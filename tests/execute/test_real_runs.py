@@ -21,18 +21,22 @@ from execute.strategies import single  # noqa: E402
 from execute.weights import init_weights  # noqa: E402
 
 DEEP, DEEP_GPT = {**LLAMA, "vocab": 64}, {**GPT, "vocab": 64}
+MIXTURE = {**DEEP, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 352, "shared_experts": 1, "shared_ffn": 344}}
 ALONE = {
     "llama": cpu_run(LLAMA), "llama, peak in a layer": cpu_run(DEEP), "gpt, dropout, eager": cpu_run(DEEP_GPT, recipe={"dropout": 0.1, "attention": "eager"}),
     "autocast": cpu_run(DEEP, recipe={"precision": "bf16-mixed"}), "full checkpointing": cpu_run(DEEP, checkpointing="full"),
     "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
+    "moe": cpu_run(MIXTURE), "moe, autocast": cpu_run(MIXTURE, recipe={"precision": "bf16-mixed"}),
     "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),
 }
-UNWATCHED = ("llama, peak in a layer", "gpt, dropout, eager", "autocast", "full checkpointing", "chunked loss")
+UNWATCHED = ("llama, peak in a layer", "gpt, dropout, eager", "autocast", "full checkpointing", "chunked loss", "moe")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "bucket_mb": 2}, "ddp views": {"strategy": "ddp", "bucket_mb": 2, "gradient_as_bucket_view": True},
     "ddp views accumulate": {"strategy": "ddp", "gradient_as_bucket_view": True, "recipe": {"grad_accum": 2}},
     "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2", "bucket_mb": 2}, "fsdp": {"strategy": "fsdp"},
     "fsdp full checkpointing": {"strategy": "fsdp", "checkpointing": "full"},
+    "cp ring": {"strategy": "ddp", "cp": 2}, "cp ring fsdp": {"strategy": "fsdp", "cp": 2},
+    "cp all-gather fsdp": {"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, "cp ulysses fsdp": {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"},
     "tp": {"strategy": "ddp", "tp": 2}, "tp sp loss": {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True},
     "pp 1f1b": {"strategy": "ddp", "pp": 2, "recipe": {"grad_accum": 2}},
     "pp gpipe": {"strategy": "ddp", "pp": 2, "schedule": "gpipe", "recipe": {"grad_accum": 2}},

@@ -16,6 +16,7 @@ LLAMA: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "
 GPT: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 66, "gated": False, "activation": "gelu", "norm": "layernorm",
                        "norm_bias": True, "positions": "learned", "position_rows": 16, "qkv_bias": True, "attention_out_bias": True,
                        "mlp_bias": True, "fused_qkv": True, "tied_embeddings": True}
+MIXTURE: dict[str, Any] = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 20, "shared_experts": 1, "shared_ffn": 12}}
 OPTIMIZERS = {"sgd": {"base": "sgd:foreach", "lr": 1.0}, "adamw": {"base": "adamw", "lr": 0.01, "weight_decay": 0.1}}
 CLIPPED = 0.5
 """Below the norm of these models' gradients: every step is clipped."""
@@ -40,10 +41,15 @@ TWO = {
                                                                      "reshard_after_forward": False}, (2,)),
     "gpt, fsdp, checkpointed": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), GPT),
     "gpt, zero1, unclipped": Case({"strategy": "zero1"}, (2,), GPT, 0.0),
+    "cp ring": Case({"strategy": "fsdp", "cp": 2}, (2,)), "cp all-gather": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "allgather"}, (1,)),
+    "cp ulysses": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, (1,)),
+    "gpt, cp ring, unbalanced, checkpointed": Case({"strategy": "zero1", "cp": 2, "cp_balance": False, "checkpointing": "full"}, (1,), GPT),
     "tp": Case({"strategy": "ddp", "tp": 2}), "tp, sequence and loss parallel": Case(
         {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True}, (2,)),
     "pp naive": Case({"strategy": "ddp", "pp": 2, "schedule": "naive"}, (2,)), "pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (1, 4)),
     "pp 1f1b": Case({"strategy": "ddp", "pp": 2}, (2, 4)), "pp 1f1b, uneven": Case({"strategy": "ddp", "pp": 2, "stage_layers": [3, 1]}, (2,)),
+    "moe, ddp": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,), MIXTURE), "moe, fsdp x ep 2": Case({"strategy": "fsdp", "ep": 2}, (1, 2), MIXTURE),
+    "moe, fsdp x ep 2, checkpointed": Case({"strategy": "fsdp", "ep": 2, "checkpointing": "full"}, (1,), MIXTURE),
     "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
 }
 FOUR = {
@@ -51,6 +57,11 @@ FOUR = {
     "zero2 of 4": Case({"strategy": "zero2", "bucket_bytes": 8192}, (2,)), "fsdp of 4": Case({"strategy": "fsdp"}, (2,)),
     "hsdp 2 x 2": Case({"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2}), "fsdp 2 x tp 2": Case(
         {"strategy": "fsdp", "tp": 2, "sequence_parallel": True}, (2,)),
+    "cp 4 ring": Case({"strategy": "ddp", "cp": 4}, (1,)), "fsdp 2 x cp 2 ring": Case({"strategy": "fsdp", "cp": 2}, (1,)),
+    "pp 2 x cp 2 ulysses": Case({"strategy": "ddp", "pp": 2, "cp": 2, "cp_kind": "ulysses"}, (2,)),
+    "moe, fsdp 4 x ep 2": Case({"strategy": "fsdp", "ep": 2}, (2,), MIXTURE), "moe, hsdp 2 x 2 x ep 2": Case(
+        {"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2, "ep": 2}, (1,), MIXTURE),
+    "moe, fsdp 4 x ep 2, cut by rows": Case({"strategy": "fsdp", "ep": 2}, (1,), {**MIXTURE, "moe": {**MIXTURE["moe"], "experts": 2, "top_k": 1}}),
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
     "pp 2 x tp 2": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}, (2,)),

@@ -50,7 +50,12 @@ class Strategy:
 
     def roles(self) -> list[tuple[str, int, int]]:
         """(role, ranks, example rank) of the ranks that differ."""
-        return [("every rank", self.run.cluster.gpus, 0)]
+        return [("every rank", self.run.cluster.gpus, self.first_rank)]
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank that runs this program: the last one of a cp group."""
+        return (self.plan.cp - 1) * self.plan.tp
 
     def persistent(self, role: str) -> list[Tensor]:
         """State that exists before the first step."""
@@ -175,6 +180,10 @@ class Strategy:
         """Under a pipeline, what waits until the last micro-batch is done: ops, and how often they repeat."""
         return []
 
+    def at_mark(self, mark: str, phase: str, index: int, micro: str, *, again: bool) -> list[Op]:
+        """What happens inside a layer, where it marked a place; in backward `again` says that the layer was computed again before it."""
+        return []
+
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
         """The gradient of a parameter is there: what the op that made it allocates, and what runs next.
 
@@ -229,7 +238,7 @@ class Strategy:
 
 
 def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, event: str = "", name: str = "",
-               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False) -> Op:
+               allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = (), detached: bool = False, inline: bool = False) -> Op:
     """A collective in the field's message convention, with what goes in and comes out on one rank."""
     if kind == "all-gather":
         inside, outside = message // group, message
@@ -237,7 +246,7 @@ def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, ev
         inside, outside = message, message // group
     else:
         inside = outside = message
-    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached,
+    return Op(name or kind, "collective", dtype=dtype, event=event, allocs=allocs, frees=frees, detached=detached, inline=inline,
               comm=Comm(axis, kind, message, inside, outside, dtype, group))
 
 

@@ -4,7 +4,8 @@ State is split by dim 0 of every parameter, padded to a multiple of the group. A
 (all-gather in the compute dtype), freed after forward (`reshard_after_forward`) and gathered again in backward, where the next
 layer's gather is prefetched; its gradients are reduce-scattered in the reduce dtype after its backward. The root stays gathered
 from forward to the end of backward. Sends 3Ψ elements per micro-batch (2Ψ without resharding); HSDP adds an all-reduce of every
-gradient shard over dp_replicate. Source: torch/distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py), 2.13.
+gradient shard over dp_replicate. All its collectives are called without async_op: on a GPU they
+hold up their own stream, under gloo the whole rank. Source: torch/distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py), 2.13.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ class FSDP(Strategy):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.n = run.plan.state_shards
+        self.last_in_layer = LAYER
+        """The group of a layer that is gathered last in its forward."""
         self.reshard = run.plan.reshard_after_forward
         self.pipelined = run.plan.pp > 1
         self.sync_each = run.plan.sync_each_micro_batch and not self.pipelined
@@ -41,6 +44,9 @@ class FSDP(Strategy):
         self.casts = self.low != p.parameter
         root = UnitParams(inventory.embedding.params + inventory.head.params, inventory.embedding.numel + inventory.head.numel)
         self.groups = {LAYER: inventory.layer, ROOT: root}
+        self.size = {LAYER: self.n, ROOT: self.n}
+        """Ranks over which each group is sharded."""
+        self.axes = {LAYER: self.axis, ROOT: self.axis}
         self.shard = {name: g.sharded_numel(self.n) for name, g in self.groups.items()}
         self.local = {name: sum(_local(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
                       for name, g in self.groups.items()}
@@ -53,7 +59,7 @@ class FSDP(Strategy):
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def _total(self, per_group: dict[str, int]) -> int:
-        return per_group[ROOT] + self.inventory.layers * per_group[LAYER]
+        return sum(each * (1 if group == ROOT else self.inventory.layers) for group, each in per_group.items())
 
     def persistent(self, role: str) -> list[Tensor]:
         return [Tensor("parameters (shard)", "parameters", nbytes(self._total(self.shard), self.precision.parameter))]
@@ -70,7 +76,7 @@ class FSDP(Strategy):
     # -- gathers ---------------------------------------------------------------------------------------------------------
 
     def _bytes(self, group: str, dtype: str, *, whole: bool = True) -> int:
-        return self.shard[group] * (self.n if whole else 1) * element_bytes(dtype)
+        return self.shard[group] * (self.size[group] if whole else 1) * element_bytes(dtype)
 
     def _buffer(self, group: str) -> Tensor:
         return Tensor(f"all_gather({group})", "communication", self._bytes(group, self.low), "gather")
@@ -80,7 +86,8 @@ class FSDP(Strategy):
 
     def _gather(self, group: str, event: str) -> list[Op]:
         """Cast the shard, copy it into the gather buffer, gather."""
-        if self.n == 1 or not self.groups[group].numel:
+        axis, n = self.axes[group], self.size[group]
+        if n == 1 or not self.groups[group].numel:
             return []
         shard_bytes = float(self._bytes(group, self.low, whole=False))
         ops: list[Op] = []
@@ -91,9 +98,9 @@ class FSDP(Strategy):
         if self.casts:
             moved += self._bytes(group, self.precision.parameter, whole=False) + shard_bytes
         ops.append(Op(f"fsdp.copy_in({group})", "side", nbytes=moved, dtype=self.low, kernels=2 if self.casts else 1,
-                      allocs=(*cast, self._buffer(group)), axis=self.axis, detached=True))
-        ops.append(collective(self.axis, "all-gather", self.n, self._bytes(group, self.low), self.low, event=event,
-                              name=f"all_gather({group})", frees=cast, detached=True))
+                      allocs=(*cast, self._buffer(group)), axis=axis, detached=True))
+        ops.append(collective(axis, "all-gather", n, self._bytes(group, self.low), self.low, event=event,
+                              name=f"all_gather({group})", frees=cast, detached=True, inline=True))
         return ops
 
     def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
@@ -101,7 +108,7 @@ class FSDP(Strategy):
             return []
         moved = 2.0 * self._bytes(group, self.low)
         count = len(self.groups[group].params)
-        wait = [] if self.n == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
+        wait = [] if self.size[group] == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
         return [*wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
                           allocs=(self._params(group),), frees=free)]
 
@@ -122,8 +129,8 @@ class FSDP(Strategy):
     def _record(self, event: str) -> Op:
         return Op(f"fsdp.record({event})", "record", kernels=0, event=event)
 
-    def _hold(self, event: str) -> Op:
-        return Op(f"fsdp.hold({event})", "hold", kernels=0, event=event, axis=self.axis)
+    def _hold(self, event: str, axis: str = "") -> Op:
+        return Op(f"fsdp.hold({event})", "hold", kernels=0, event=event, axis=axis or self.axis)
 
     def like(self, micro: str) -> str:
         return LAST if micro == MIDDLE and self.sync_each else micro
@@ -148,7 +155,7 @@ class FSDP(Strategy):
         ops = self._gather(LAYER, "gather")
         if self.n > 1:
             hold = self._hold("copied")
-            previous = (self._buffer(ROOT if index == 0 else LAYER),) if index or self.groups[ROOT].numel else ()
+            previous = (self._buffer(ROOT if index == 0 else self.last_in_layer),) if index or self.groups[ROOT].numel else ()
             ops.append(hold._replace(frees=previous))
         return [*ops, *self._copy_out(LAYER, "gather", ()), self._record("copied")]
 
@@ -161,7 +168,7 @@ class FSDP(Strategy):
         """The last gather buffer goes when the root's forward ends."""
         if self.n == 1 or not self.gathers_in_forward(micro):
             return []
-        last = LAYER if self.inventory.layers else ROOT
+        last = self.last_in_layer if self.inventory.layers else ROOT
         return [Op("fsdp.forward_end", "host", kernels=0, frees=(self._buffer(last),))]
 
     # -- backward --------------------------------------------------------------------------------------------------------
@@ -220,7 +227,7 @@ class FSDP(Strategy):
 
     def _reduce(self, group: str, micro: str, previous: str | None) -> list[Op]:
         """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard."""
-        p, n = self.precision, self.n
+        p, axis, n = self.precision, self.axes[group], self.size[group]
         if not self.groups[group].numel:
             return []
         finishing = micro == FINISH
@@ -263,20 +270,21 @@ class FSDP(Strategy):
         replicate = self.plan.dp_replicate
         if n > 1:
             done = "" if replicate > 1 else "reduce"
-            ops.append(collective(self.axis, "reduce-scatter", n, self._bytes(group, p.reduce), p.reduce, event=done or "scattered",
-                                  name=f"reduce_scatter({group})", allocs=(rs_out,)))
+            ops.append(collective(axis, "reduce-scatter", n, self._bytes(group, p.reduce), p.reduce, event=done or "scattered",
+                                  name=f"reduce_scatter({group})", allocs=(rs_out,), inline=True))
         else:
             ops.append(Op(f"fsdp.reduce_copy({group})", "memory", nbytes=2.0 * rs_out.nbytes, dtype=p.reduce, allocs=(rs_out,)))
         if replicate > 1:
             if n > 1:
                 ops.append(Op("fsdp.hold(scattered)", "hold", kernels=0, event="scattered", axis="dp_replicate"))
-            ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})"))
+            ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})",
+                                  inline=True))
         holds = replicate > 1 and not (fresh and same) and not self.pipelined
         tail = 0.0 if same and fresh else 2.0 * shard.nbytes + (shard.nbytes if not fresh else 0)
         ops.append(Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
-                      allocs=keep, frees=() if holds else (rs_out,), axis=self.axis))
+                      allocs=keep, frees=() if holds else (rs_out,), axis=axis))
         if holds and group == ROOT:
-            held = sum(self._bytes(g, p.reduce, whole=False) * (self.inventory.layers if g == LAYER else 1) for g in (LAYER, ROOT))
+            held = sum(self._bytes(g, p.reduce, whole=False) * (1 if g == ROOT else self.inventory.layers) for g in self.groups)
             ops.append(Op("fsdp.release_all_reduced", "host", kernels=0, frees=(rs_out._replace(nbytes=held),)))
         return ops
 
@@ -329,7 +337,7 @@ class FSDP(Strategy):
         return ops
 
     def notes(self) -> list[str]:
-        small = [q.name for g in self.groups.values() for q in g.params if q.shape[0] < self.n]
+        small = [q.name for group in (LAYER, ROOT) for q in self.groups[group].params if q.shape[0] < self.n]
         if small:
             return [f"{len(small)} kinds of parameter have fewer rows than the {self.n} shards; ranks beyond them hold padding."]
         return []

@@ -17,6 +17,10 @@ from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, collectiv
 from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
+from costmodel.spec.parameters import Param
+
+WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias")
+"""Weights beside the norms that every tp rank holds and, under sequence parallelism, sees a part of the tokens with."""
 
 
 class MegatronDP(Bucketed):
@@ -45,7 +49,7 @@ class MegatronDP(Bucketed):
         if p.master:
             out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
         if self.recipe.grad_accum_fusion:
-            shapes = {q.shape for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) == 2}
+            shapes = {q.shape[-2:] for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) >= 2}
             dummy = sum(r * c for r, c in shapes)
             out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
         return out
@@ -86,11 +90,11 @@ class MegatronDP(Bucketed):
         if self.syncs(micro):
             flush = self.completes(unit, index, ready)
             if flush and self.plan.overlap_grad_reduce:
-                ops.append(self._reduce(flush.nbytes, "grads"))
+                ops.append(self._reduce(flush.nbytes, "grads", ready.param))
         return allocs, ops
 
-    def _reduce(self, size: int, event: str) -> Op:
-        """One bucket's reduction. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
+    def _reduce(self, size: int, event: str, param: Param | None = None) -> Op:
+        """One bucket's reduction; `param` is in it. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
         kind = "reduce-scatter" if self.distributed else "all-reduce"
         return collective(self.axis, kind, self.n, size, self.precision.reduce, event=event, name=f"bucket.{kind.replace('-', '_')}")
 
@@ -145,7 +149,7 @@ class MegatronDP(Bucketed):
         sp, inv = self.plan.sequence_parallel, self.inventory
         total = sum(p.numel * n for p, n in inv.norms if self.partial_over_tp(p))
         if sp:
-            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in ("attention.out.bias", "mlp.down.bias"))
+            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in WHOLE_WITH_SEQUENCE)
         dtype = self.precision.gradient
         if not total or not self.late_norms:
             return []

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from costmodel.program.layers import Walk
 
 AXIS = "tp"
-COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "mlp.gate.", "mlp.up.")
-ROW = ("attention.out.weight", "mlp.down.weight")
+COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "mlp.gate.", "mlp.up.", "shared.gate.", "shared.up.")
+ROW = ("attention.out.weight", "mlp.down.weight", "shared.down.weight")
 VOCABULARY = ("embedding.weight", "head.")
 
 
@@ -63,7 +63,7 @@ class TensorParallel:
             return
         if m.norm_placement == "post":
             yield PlanError("plan.tp", p.tp, "tensor parallelism of post-norm layers: not predicted yet.", "Use tp = 1.")
-        if p.framework == "deepspeed" or p.zero in (1, 2) and p.framework == "pytorch" or p.zero == 0 and p.dp > 1 and p.framework == "pytorch":
+        if p.framework == "deepspeed" or p.zero in (1, 2) and p.framework == "pytorch" or p.zero == 0 and p.dp * p.cp > 1 and p.framework == "pytorch":
             torch = p.framework == "pytorch"
             yield PlanError("plan.tp", p.tp, "PyTorch's tensor parallelism goes with FSDP or HSDP alone." if torch else
                             "DeepSpeed's tensor parallelism: not predicted yet.",
