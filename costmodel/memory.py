@@ -148,10 +148,6 @@ class MemoryReading:
     pool_peaks: tuple[int, ...]
 
 
-def _peak(r: Reading) -> Peak:
-    return Peak(r.peak, r.moment, by_category(r.at_peak))
-
-
 def _at_rest(r: Reading, moment: str) -> Reading:
     """What is live when a piece of program ends, as the start of what follows."""
     pools = (r.pools[0], r.pools[0]) if r.pools else None
@@ -183,7 +179,7 @@ def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> M
     init = memo.get(id(program.persistent)) or memo.setdefault(id(program.persistent), of_tensors(program.persistent))
     first, _, _ = _phases(init, program.first_step, memo)
     steady, passes, update = _phases(first, program.step, memo)
-    peaks = [_peak(r) for r in (init, first, passes, update)]
+    peaks = [Peak(r.peak, r.moment, by_category(r.at_peak)) for r in (init, first, passes, update)]
     pools = tuple(map(max, pools_of(first)[1], pools_of(steady)[1]))
     phases = dict(zip(("init", "first step", "steady step", "optimizer step"), peaks, strict=True))
     return MemoryReading(max(peaks, key=lambda p: p.total_bytes), phases, by_category(steady.net), max(first.activations, steady.activations), pools)

@@ -111,16 +111,19 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     sent: list[Comm] = []
     busy: dict[str, float] = {}
     flops: dict[str, float] = {}
-    host = device = longest = before = 0.0
+    host = device = longest = before = moved = 0.0
     for op in block.ops:
         kind, kernels = op.kind, op.kernels
         if kind == "memory":
             if not kernels and not op.nbytes and not op.flops:
                 continue
             seconds = memory_s(op)
+            if not op.again:
+                moved += seconds
         elif kind == "matmul" or kind == "attention":
             seconds = prices.device_s(op)
             if not op.again:
+                busy[kind] = busy.get(kind, 0.0) + seconds
                 flops[kind] = flops.get(kind, 0.0) + op.flops
         elif kind == "host" or kind == "call":
             if kernels:
@@ -144,8 +147,8 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             before += other[1]
             steps.append(other)
             continue
-        name = "recompute" if op.again else kind
-        busy[name] = busy.get(name, 0.0) + seconds
+        if op.again:
+            busy["recompute"] = busy.get("recompute", 0.0) + seconds
         host += launch * kernels
         device += seconds
         longest = (host if host > longest else longest) + seconds
@@ -154,6 +157,8 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
         stretch = _stretch([*steps, (CHUNK, host, device, longest, "", "", 0.0)], phase)
     if host or device:
         steps.append((CHUNK, host, device, longest, "", "", 0.0))
+    if moved:
+        busy["memory"] = moved
     return Compiled(tuple(steps), phase, busy, flops, before + host, tuple(sent), stretch)
 
 
@@ -480,8 +485,9 @@ class Advance(NamedTuple):
             for g in moved.values():
                 if not -near <= g - gain <= near:
                     return False
-        for name, g in self.busy_from.items():
-            if not -near <= g - gain <= near and a.busy_from.get(name, 0.0) + g > a.compute:
+        for name, begin in a.busy_from.items():
+            g = self.busy_from.get(name, 0.0)
+            if not -near <= g - gain <= near and (begin > a.compute or begin + g > a.compute):
                 return False
         return all(not (end > a.compute and name not in self.streams) for name, end in a.streams.items())
 
@@ -495,7 +501,7 @@ class Advance(NamedTuple):
         for name in self.streams:
             if not -near <= c.streams[name] - then.streams[name] - later <= near:
                 return False
-            if c.busy_from[name] > c.compute and not -near <= c.busy_from[name] - then.busy_from[name] - later <= near:
+            if (c.busy_from[name] > c.compute or then.busy_from[name] > then.compute) and not -near <= c.busy_from[name] - then.busy_from[name] - later <= near:
                 return False
         for name in self.events:
             if not -near <= c.events[name][0] - then.events[name][0] - later <= near:

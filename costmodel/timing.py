@@ -25,6 +25,9 @@ def _add(into: Parts, more: Parts, times: float = 1.0) -> None:
         into[key] = into.get(key, 0.0) + times * seconds
 
 
+BUSY_WORDS = {"memory": "memory-bound"}
+
+
 def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, Parts, float]:
     """Seconds of the compute stream's kernels by what they are; FLOPs of matmuls and attention that are not recompute; seconds of the host."""
     out: Parts = {}
@@ -32,12 +35,12 @@ def busy(counts: BlockCounts, scan: Scan) -> tuple[Parts, Parts, float]:
     host = 0.0
     for block, times in counts:
         compiled = scan.of(block)
-        whole = block.phase if block.phase in ("recompute", "optimizer") else ""
         host += times * compiled.host_s
+        whole = block.phase if block.phase in ("recompute", "optimizer") else ""
         for kind, seconds in compiled.busy.items():
-            name = whole or ("memory-bound" if kind == "memory" else kind)
+            name = whole or BUSY_WORDS.get(kind, kind)
             out[name] = out.get(name, 0.0) + times * seconds
-        if not whole:
+        if not whole and compiled.flops:
             _add(flops, compiled.flops, times)
     return out, flops, host
 

@@ -195,7 +195,8 @@ class Builder:
             before = [*before, Op("compiled.call", "call")]
         if not before and not after:
             return core
-        return seq(self.small(name, phase, before), core, self.small(name, phase, after))
+        around = [[(self.small(name, phase, ops), 1)] if ops else [] for ops in (before, after)]
+        return Seq((*around[0], (core, 1), *around[1]))
 
     @property
     def recomputed_flops(self) -> float:

@@ -50,7 +50,7 @@ def build_pipeline(run: Run) -> Program:
     for stage in stages_of(run):
         key = stage.layers, stage.first, stage.last
         if key not in kinds:
-            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last)
+            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last, like=like and like.strategy.inventory)
             strategy = strategy_of(run, numbers, inventory)
             for error in strategy.refusals():
                 raise error
@@ -98,7 +98,7 @@ def build_pipeline(run: Run) -> Program:
         roles.append(RankProgram(f"pipeline rank {r}", ranks_of, r * ranks_of + like.strategy.first_rank, a.persistent, step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())
-    whole = inventory_of(run)
+    whole = inventory_of(run, like=like.strategy.inventory)
     return Program(tuple(roles), like.strategy, whole, numbers, layers * (layer.matmul_flops + layer.attention_flops),
                    like.unit[HEAD].matmul_flops, recomputed, like, tuple(ranks))
 
