@@ -32,6 +32,20 @@ def test_a_pipeline_takes_at_least_the_work_of_its_slowest_rank_and_a_pass_throu
     assert max(m * slowest, sum(durations)) <= end <= m * sum(durations)
 
 
+@given(st.tuples(st.sampled_from([("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]), st.integers(2, 6), st.sampled_from([1, 4, 12, 48])),
+       st.sampled_from([0.0, 1e-3, 0.7, 9.0]), st.data())
+def test_rounds_that_are_skipped_end_as_those_that_are_walked(shape: tuple[tuple[str, int], int, int], transfer: float, data: st.DataObject) -> None:
+    """With equal and unequal stages, short and long messages; the first and the last micro-batch take another time."""
+    (schedule, v), p, m = shape
+    m = m if schedule != "interleaved" else p * m
+    seconds = st.lists(st.one_of(SECONDS, st.floats(0.1, 9.0), st.just(2.0)), min_size=2 * p * v, max_size=2 * p * v)
+    middle, first, last = (data.draw(seconds) for _ in range(3))
+    if data.draw(st.booleans()):
+        middle = [middle[0], middle[1]] * (p * v)
+    walked, skipped = (pace(rounds(schedule, p, v, m), p, m, middle, first, last, transfer, every=every)[0] for every in (True, False))
+    assert skipped == pytest.approx(walked, rel=1e-12)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_share_falls_through_predict_as_well(schedule: str) -> None:
     model = {"layers": 16, "hidden": 1024, "heads": 8, "ffn": 2816, "vocab": 256}
