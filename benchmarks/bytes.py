@@ -24,8 +24,12 @@ DEEP = {**LLAMA, "vocab": 256}
 DEEP_GPT = {**GPT, "vocab": 256}
 SPLIT_GPT = {**GPT, "fused_qkv": False}
 """DTensor cannot cut a fused query, key and value matrix by columns."""
+HEADS = {"layers": 2, "hidden": 64, "heads": 16, "kv_heads": 4, "head_dim": 128, "ffn": 64, "vocab": 64}
+"""Attention much wider than the rest: the peak lies in it."""
 EIGHT = {**LLAMA, "layers": 8}
 MIXTURE = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 704}}
+WIDE = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
+"""Llama 3 8B's layer."""
 SHORT = {"seq_len": 512, "micro_batch": 2}
 MEAN, WORST = 0.02, 0.05
 
@@ -172,6 +176,9 @@ def context_cases() -> list[Case]:
     kinds = ("ring", "allgather", "ulysses")
     found = [case(f"ddp 2 x cp 2 {kind}", LLAMA, 4, "ddp", pure, cp=2, cp_kind=kind) for kind in kinds]
     found += [case(f"fsdp 2 x cp 4 {kind} deep", deep if kind != "ulysses" else {**many, "ffn": 512}, 8, "fsdp", cp=4, cp_kind=kind) for kind in kinds]
+    found += [case(f"ddp 2 x cp 4 {kind} heads", HEADS, 8, "ddp", pure, cp=4, cp_kind=kind) for kind in kinds]
+    found += [case(f"cp 2 {kind} heads cpu", HEADS, 2, "fsdp", {"precision": "fp32" if kind != "ring" else "bf16-mixed"}, cp=2, cp_kind=kind, gpu=cpu)
+              for kind in kinds]
     found += [case(f"cp 2 {kind} deep cpu fp32", deep, 2, "ddp", fp32, cp=2, cp_kind=kind, gpu=cpu) for kind in kinds]
     return found + [
         case("cp 8 ring deep full ckpt", {**deep, "kv_heads": 8}, 8, "fsdp", {"seq_len": 2048}, cp=8, checkpointing="full"),
@@ -183,13 +190,14 @@ def context_cases() -> list[Case]:
         case("fsdp 2 x cp 2 ring unbalanced", deep, 4, "fsdp", cp=2, cp_balance=False),
         case("fsdp 2 x cp 2 ring not causal", deep, 4, "fsdp", {"causal": False}, cp=2),
         case("fsdp 2 x cp 2 allgather attention ckpt", deep, 4, "fsdp", cp=2, cp_kind="allgather", checkpointing="selective"),
+        case("cp 2 ulysses attention ckpt", HEADS, 2, "fsdp", cp=2, cp_kind="ulysses", checkpointing="selective"),
         case("fsdp 2 x cp 2 ulysses eager", DEEP_GPT, 4, "fsdp", {"attention": "eager", "dropout": 0.1}, cp=2, cp_kind="ulysses"),
         case("fsdp 2 x cp 2 x tp 2 sp ring", deep, 8, "fsdp", cp=2, tp=2, sequence_parallel=True),
         case("hsdp 2 x 2 x cp 2 ring accumulate", LLAMA, 8, "hsdp", {"grad_accum": 2}, cp=2, dp_shard=2),
         case("pp 2 x ddp 2 x cp 2 ring last", EIGHT, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=2, cp=2),
         case("pp 2 x fsdp 2 x cp 2 ulysses first", EIGHT, 8, "fsdp", {"grad_accum": 4}, stage=0, pp=2, cp=2, cp_kind="ulysses", reshard_after_forward=False),
-        case("llama-3-8b fsdp 2 x cp 8 ring 128k", "llama-3-8b", 16, "fsdp", {"seq_len": 131072, "loss": "chunked"}, cp=8, checkpointing="full"),
-        case("llama-3-8b cp 8 ulysses 256k", "llama-3-8b", 8, "fsdp", {"seq_len": 262144, "loss": "fused"}, cp=8, cp_kind="ulysses", checkpointing="full"),
+        case("wide fsdp 2 x cp 8 ring 128k", WIDE, 16, "fsdp", {"seq_len": 131072, "micro_batch": 1, "loss": "chunked"}, cp=8, checkpointing="full"),
+        case("wide cp 8 ulysses 256k", WIDE, 8, "fsdp", {"seq_len": 262144, "micro_batch": 1, "loss": "fused"}, cp=8, cp_kind="ulysses", checkpointing="full"),
     ]
 
 
@@ -208,6 +216,19 @@ def pipeline_cases() -> list[Case]:
         case("pp 2 x 2 interleaved first", EIGHT, 2, "ddp", pure, stage=0, pp=2, schedule="interleaved", virtual_stages=2),
         case("pp 2 x 2 interleaved last", EIGHT, 2, "ddp", pure, stage=1, pp=2, schedule="interleaved", virtual_stages=2),
         case("pp 4 x 2 interleaved middle", EIGHT, 4, "ddp", pure, stage=2, pp=4, schedule="interleaved", virtual_stages=2),
+        *(case(f"pp 4 zb-h1 rank {r}", EIGHT, 4, "ddp", pure, stage=r, pp=4, schedule="zb-h1") for r in (0, 2, 3)),
+        case("pp 4 zb-h1 small head last", small, 4, "ddp", {**pure, "precision": "fp32"}, stage=3, pp=4, schedule="zb-h1"),
+        case("pp 4 zb-h1 gpt middle", {**GPT, "layers": 8, "tied_embeddings": False}, 4, "ddp", {**pure, "dropout": 0.1}, stage=1, pp=4, schedule="zb-h1"),
+        *(case(f"pp 2 x 2 interleaved-zb rank {r}", EIGHT, 2, "ddp", pure, stage=r, pp=2, schedule="interleaved-zb", virtual_stages=2) for r in (0, 1)),
+        *(case(f"pp 4 zbv rank {r}", EIGHT, 4, "ddp", pure, stage=r, pp=4, schedule="zbv") for r in (0, 1, 3)),
+        *(case(f"pp 4 dualpipev rank {r}", EIGHT, 4, "ddp", pure, stage=r, pp=4, schedule="dualpipev") for r in (0, 1, 3)),
+        *(case(f"pp 4 x fsdp 4 zb-h1 rank {r}", EIGHT, 16, "fsdp", {"grad_accum": 8}, stage=r, pp=4, schedule="zb-h1") for r in (0, 1, 3)),
+        case("pp 4 x fsdp 2 zb-h1 few, first order", EIGHT, 8, "fsdp", {"grad_accum": 3}, stage=3, pp=4, schedule="zb-h1"),
+        case("pp 2 x fsdp 2 interleaved-zb bf16-pure", EIGHT, 4, "fsdp", pure, stage=1, pp=2, schedule="interleaved-zb", virtual_stages=2),
+        case("pp 2 x fsdp 4 zbv tiny first", small, 8, "fsdp", {**mixed, **tiny}, stage=0, pp=2, schedule="zbv"),
+        case("pp 2 x tp 2 zb-h1", EIGHT, 4, "ddp", pure, stage=1, pp=2, tp=2, schedule="zb-h1"),
+        case("pp 4 x tp 2 sp loss zb-h1", EIGHT, 8, "ddp", pure, stage=2, pp=4, tp=2, schedule="zb-h1", sequence_parallel=True, loss_parallel=True),
+        case("pp 2 x fsdp 2 x tp 2 sp zbv", EIGHT, 8, "fsdp", mixed, stage=1, pp=2, tp=2, schedule="zbv", sequence_parallel=True),
         case("pp 4 x ddp 4 middle", EIGHT, 16, "ddp", pure, stage=2, pp=4),
         case("pp 2 x ddp 2 gpipe last tiny foreach", small, 4, "ddp", {**pure, **tiny, "optimizer": "adamw:foreach"}, stage=1, pp=2, schedule="gpipe"),
         case("pp 4 x fsdp 4 first", EIGHT, 16, "fsdp", {"grad_accum": 8}, stage=0, pp=4, **kept),

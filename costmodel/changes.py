@@ -13,7 +13,7 @@ from costmodel.inputs import DEFAULT_LOSS_CHUNKS, checkpointing_word, fields_of,
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.cluster import LINK_WORDS
 from costmodel.spec.presets import precision_preset
-from costmodel.spec.run import INTERLEAVED
+from costmodel.spec.run import INTERLEAVED, V_SHAPED
 
 Keep = Literal["micro_batch", "global_batch"]
 BATCH = ("micro_batch", "grad_accum", "global_batch")
@@ -91,7 +91,7 @@ def _plan_input(plan: Plan) -> dict[str, Any]:
     out = {key: value for key, value in plan if value != Plan.model_fields[key].get_default(call_default_factory=True)}
     for key in ("dp_replicate", "dp_shard"):
         out.pop(key, None)
-    for key, value in Plan.of_framework(plan.framework, plan.zero).items():
+    for key, value in Plan.of_framework(plan.framework, plan.zero, plan.pp).items():
         out.pop(key, None)
         if getattr(plan, key) != value:
             out[key] = getattr(plan, key)
@@ -206,6 +206,8 @@ def _changed_plan(plan: dict[str, Any], changes: Mapping[str, Any], sections: Ma
         gone.add("stage_layers")
     schedule = out.get("schedule", "1f1b")
     if schedule not in INTERLEAVED:
+        gone.add("virtual_stages")
+    elif "schedule" in changes and schedule in V_SHAPED:
         gone.add("virtual_stages")
     elif "schedule" in changes and pp != 1:
         out.setdefault("virtual_stages", 2)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from costmodel import catalog
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
+from costmodel.spec.run import V_SHAPED
 from costmodel.spec.sizing import model_from_params
 
 DEFAULT_GPU = "h100_sxm"
@@ -59,7 +60,7 @@ def resolve(given: Mapping[str, Any]) -> Resolved:
     given = {key: _plain(key, value) for key, value in given.items()}
     plan_in, recipe_in, cluster_in = (_section(given, key) for key in ("plan", "recipe", "cluster"))
     try:
-        model = _model(given, assumed)
+        model = _model(given, assumed, plan_in)
         cluster = _cluster(cluster_in, plan_in, recipe_in, assumed)
         plan = _plan(plan_in, cluster, assumed)
         recipe = _recipe(recipe_in, model, cluster, plan, assumed)
@@ -171,7 +172,14 @@ def _build(kind: type[S], fields: Mapping[str, Any]) -> S:
     return kind.model_validate(fields, strict=True)
 
 
-def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
+def _pipelined_torch(plan: Mapping[str, Any]) -> bool:
+    """Whether the plan as written is a pipeline in PyTorch's dialect."""
+    fields = STRATEGY_FIELDS.get(strategy_key(plan.get("strategy")), {})
+    framework, pp = plan.get("framework") or fields.get("framework") or "pytorch", plan.get("pp")
+    return framework == "pytorch" and isinstance(pp, int) and pp > 1
+
+
+def _model(given: Mapping[str, Any], assumed: dict[str, str], plan: Mapping[str, Any]) -> Model:
     model, params = given.get("model"), given.get("params")
     if model is not None and params is not None:
         if not isinstance(model, Mapping) or "base" in model:
@@ -182,7 +190,7 @@ def _model(given: Mapping[str, Any], assumed: dict[str, str]) -> Model:
         if not isinstance(params, str | int | float) or isinstance(params, bool):
             raise PlanError("params", params, "is not a number of parameters.", "Write it as 350M, 1B or 70e9.")
         try:
-            shape = model_from_params(str(params))
+            shape = model_from_params(str(params), untied=_pipelined_torch(plan) and not (isinstance(model, Mapping) and "tied_embeddings" in model))
         except OverflowError:
             raise PlanError("params", params, "is not a finite number of parameters.", "Write it as 350M, 1B or 70e9.") from None
         assumed["model"] = shape.shape_rule
@@ -321,15 +329,23 @@ def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> P
     if shard is None:
         shard = dp // replicate
     given["dp_replicate"], given["dp_shard"] = replicate, shard
-    for key, value in Plan.of_framework(str(given.get("framework", "pytorch")), given.get("zero", 0)).items():
-        if key == "bucket_bytes" and key not in given:
-            assumed["plan.bucket_bytes"] = "5e8 elements of 2 bytes (DeepSpeed's reduce_bucket_size)"
+    if given.get("schedule") in V_SHAPED and given.get("pp", 1) > 1 and "virtual_stages" not in given:
+        given["virtual_stages"] = 2
+        assumed["plan.virtual_stages"] = f"2 (what schedule {given['schedule']} has)"
+    for key, value in Plan.of_framework(str(given.get("framework", "pytorch")), given.get("zero", 0), given.get("pp", 1)).items():
+        if key in _OF_FRAMEWORK and key not in given:
+            assumed[f"plan.{key}"] = _OF_FRAMEWORK[key]
         given.setdefault(key, value)
     if strategy is None and "zero" not in given and gpus > 1 and replicate == dp > 1 and not given.get("single_process"):
         assumed["plan.strategy"] = "ddp (default)"
     if default_dialect and gpus > 1:
         assumed["plan.framework"] = "pytorch (default)"
     return _build(Plan, given)
+
+
+_OF_FRAMEWORK = {"bucket_bytes": "5e8 elements of 2 bytes (DeepSpeed's reduce_bucket_size)",
+                 "reshard_after_forward": "false (under a pipeline FSDP2 keeps its parameters gathered)"}
+"""What of the plan a framework sets otherwise than the default, in words."""
 
 
 def _apply_strategy(word: str, given: dict[str, Any]) -> None:
@@ -377,13 +393,13 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
     if "seq_len" not in given:
         given["seq_len"] = min(DEFAULT_SEQ_LEN, model.position_rows or DEFAULT_SEQ_LEN)
         assumed["recipe.seq_len"] = f"{given['seq_len']} tokens (default)"
-    default = _default_precision(cluster)
+    default, why = _default_precision(cluster, plan)
     if "precision" not in given:
-        assumed["recipe.precision"] = f"{default} (default)"
+        assumed["recipe.precision"] = f"{default} ({why})"
     elif isinstance(given["precision"], Mapping) and not {"base", "parameter", "compute", "gradient", "reduce"} <= {"base", *given["precision"]}:
         given["precision"] = {"base": default, **given["precision"]}
         if given["precision"]["base"] == default:
-            assumed["recipe.precision.base"] = f"{default} (default), with the fields given"
+            assumed["recipe.precision.base"] = f"{default} ({why}), with the fields given"
     given["precision"] = _from_word("recipe.precision", given.get("precision", default), Precision, lambda word: precision_preset(word, plan))
     if "optimizer" in given:
         given["optimizer"] = _from_word("recipe.optimizer", given["optimizer"], OptimizerSpec, optimizer_word)
@@ -398,12 +414,15 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
     return _build(Recipe, given)
 
 
-def _default_precision(cluster: Cluster) -> str:
-    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32."""
+def _default_precision(cluster: Cluster, plan: Plan) -> tuple[str, str]:
+    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32; under a pipeline in PyTorch without FSDP, where mixed
+    would be torch.autocast, bf16-pure or fp32. And why."""
     accelerator = cluster.accelerator
     if accelerator.kernel_table == "cpu":
-        return "fp32"
-    return next((f"{dtype}-mixed" for dtype in ("bf16", "fp16") if dtype in accelerator.flops_per_s), "fp32")
+        return "fp32", "default"
+    if plan.framework == "pytorch" and plan.pp > 1 and plan.zero != 3:
+        return ("bf16-pure" if "bf16" in accelerator.flops_per_s else "fp32"), "default under a pipeline, where torch.autocast is not predicted"
+    return next((f"{dtype}-mixed" for dtype in ("bf16", "fp16") if dtype in accelerator.flops_per_s), "fp32"), "default"
 
 
 _KERNEL_DEFAULTS = {

@@ -15,6 +15,7 @@ from math import gcd
 
 from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, REPLICA_AXIS, axis_groups
 from costmodel.program.parallel.pipeline import stages_of
+from costmodel.program.schedule import stages_on
 from costmodel.spec import PlanError, Run
 
 STATE_AXIS = "dp_shard x cp"
@@ -85,6 +86,13 @@ class Mesh:
     """One entry per axis, a degree of 1 included, and the groups that span two axes."""
     stages: tuple[tuple[int, ...], ...]
     """By pipeline rank: the layers of each of its stages."""
+    numbers: tuple[tuple[int, ...], ...]
+    """By pipeline rank: its stages, by their place in the model."""
+
+    @property
+    def folded(self) -> bool:
+        """The stages go there and back: the first rank holds the last one too."""
+        return len(self.numbers) > 1 and self.numbers[0][-1] == 2 * len(self.numbers) - 1
 
     def node(self, rank: int) -> int:
         return rank // self.gpus_per_node
@@ -148,8 +156,9 @@ def mesh_of(run: Run) -> Mesh:
     if p.pp > 1 and run.model.tied_embeddings:
         found.append(_groups(run, EMBEDDING_AXIS, 2, world // p.pp * (p.pp - 1), world // p.pp))
     layers = [s.layers for s in stages_of(run)]
-    stages = tuple(tuple(layers[r::p.pp]) for r in range(p.pp))
-    return Mesh(world, run.cluster.gpus_per_node, run.cluster.nodes, degrees, strides, tuple(found), stages)
+    numbers = tuple(stages_on(p.schedule, p.pp, p.virtual_stages, r) for r in range(p.pp))
+    stages = tuple(tuple(layers[s] for s in mine) for mine in numbers)
+    return Mesh(world, run.cluster.gpus_per_node, run.cluster.nodes, degrees, strides, tuple(found), stages, numbers)
 
 
 def _groups(run: Run, axis: str, size: int, stride: int, count: int) -> Groups:
@@ -208,10 +217,10 @@ def link_of(groups: Groups, members: range) -> Crossing | None:
 
 
 def neighbours(mesh: Mesh, rank: int) -> tuple[int | None, int | None]:
-    """The ranks a pipeline rank receives activations from and sends them to; with several stages a rank the last sends to the first."""
+    """The ranks a pipeline rank receives activations from and sends them to; with several stages a rank, p apart, the last sends to the first."""
     p, stride = mesh.degrees["pp"], mesh.strides["pp"]
     at = mesh.coordinates(rank)["pp"]
-    ring = p > 1 and len(mesh.stages[0]) > 1
+    ring = p > 1 and len(mesh.stages[0]) > 1 and not mesh.folded
     before = rank - stride if at else rank + (p - 1) * stride if ring else None
     after = rank + stride if at < p - 1 else rank - (p - 1) * stride if ring else None
     return before, after

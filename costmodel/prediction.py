@@ -55,7 +55,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
         model_flops=program.model_flops * micro, hardware_flops=program.hardware_flops * micro,
         peak_flops_per_s=run.cluster.accelerator.flops_per_s.get(r.precision.compute),
-        scaling=_scaling(run, program, scan, prices.fixed, slowest.step_s) if scaling else None,
+        scaling=_scaling(run, program, _alone(run, constants, scan), prices.fixed, slowest.step_s) if scaling else None,
         bound_by=_bound_by(slowest), notes=(*_notes(run, constants, program), *_uneven(run, times), *_what_if(run, program, late)),
         basis=_basis(constants, run), interval=_interval(run, constants, program, slowest, roles, read) if intervals else None)
 
@@ -145,11 +145,16 @@ def _scaling(run: Run, program: Program, scan: Scan, fixed: float, step_s: float
     return Scaling(one / step_s * dp / run.cluster.gpus, whole / (run.cluster.gpus * step_s), one, None)
 
 
+def _alone(run: Run, constants: Profile, scan: Scan) -> Scan:
+    """The scan of one GPU: the run's own, unless the run's host serves several GPUs."""
+    return Scan(RunPrices(single_gpu(run), constants)) if run.plan.single_process else scan
+
+
 def single_gpu(run: Run) -> Run:
     """The same run on one GPU, none slower: every degree 1, nothing sharded, the same micro-batch and accumulation."""
     cluster = run.cluster.model_copy(update={"gpus": 1, "levels": (), "slow_rank": 1.0})
     plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
-                                         "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
+                                         "single_process": False, "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
     recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
     return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})
 
@@ -203,7 +208,8 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
     """Fields set to something else than their default that change nothing in this run."""
     m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
     plain = {name: field.default for name, field in Plan.model_fields.items()}
-    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep)) if degree == 1]
+    alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep),
+                                       ("ep_dispatcher", p.ep * p.tp)) if degree == 1]
     fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
     chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
     return fields + [field for field, unread in (
@@ -244,7 +250,7 @@ def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:
-    checked = run.plan.framework == "pytorch"
+    checked = run.plan.framework == "pytorch" and not run.plan.single_process
     time: Basis = "guess" if profile.guess else "fitted"
     return {"states": "exact" if checked else "modelled", "allocated": "modelled", "reserved": "fitted", "device": "fitted",
             "collectives": "exact" if checked else "modelled", "time": time, "model_flops": "exact"}

@@ -10,6 +10,7 @@ from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build
 from costmodel.program.layers import resolved_attention
+from costmodel.program.replicas import build_replicas
 from costmodel.program.stages import build_pipeline
 from costmodel.report import TimeReport
 from costmodel.simulate import Scan, seconds
@@ -22,8 +23,10 @@ Bounds = tuple[float, float]
 
 
 def program_of(run: Run) -> Program:
-    """The program of a run, pipelined where its plan is."""
-    return build_pipeline(run) if run.plan.pp > 1 else build(run)
+    """The program of a run: of a pipeline's ranks, of DataParallel's GPUs, or of ranks that are alike."""
+    if run.plan.pp > 1:
+        return build_pipeline(run)
+    return build_replicas(run) if run.plan.single_process and run.plan.dp > 1 else build(run)
 
 
 def step_seconds(run: Run, program: Program, profile: Profile) -> float:

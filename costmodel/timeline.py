@@ -11,8 +11,9 @@ from typing import Literal
 
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
+from costmodel.program.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from costmodel.program.ir import Block, Op, Part, Seq, expand
-from costmodel.program.schedule import BACKWARD, Slot, micro_class, rank_order
+from costmodel.program.schedule import Slot, end_index, micro_class, rank_order
 from costmodel.program.stages import PipelineRank
 from costmodel.repricing import program_of
 from costmodel.simulate import BLOCKING, CHUNK, COMPUTE_KINDS, ISSUE, SIDE, WAIT, Clocks, Compiled, Scan, run_block, step_time
@@ -21,6 +22,7 @@ from costmodel.timing import finished, tail_of
 
 SliceKind = Literal["unit", "matmul", "attention", "memory", "host", "collective", "side", "wait"]
 COMPUTE, HOST = "compute", "host"
+WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +142,10 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
     spans = [Span("begin", _phase(mine.before), 0.0, ahead, -1, -1, mine.before, Clocks())]
     for kind, stage, micro in rank_order(p.schedule, p.pp, p.virtual_stages, m, role):
         part = mine.part(Slot(kind, stage, micro_class(micro, m)))
-        until = ahead + end.actions[(stage * 2 + (kind == BACKWARD)) * m + micro]
-        word = "backward" if kind == BACKWARD else "forward"
+        until = ahead + end.actions[end_index(kind, stage, p.pp * p.virtual_stages, micro, m)]
         start = until - priced(role, part)[0]
-        spans.append(Span(f"{word} {micro}", word, start, until, stage, micro, part, Clocks(), start))
+        if start < until or kind == FORWARD:  # the first stage's gradient of its input is none
+            spans.append(Span(f"{WORDS[kind]} {micro}", "forward" if kind == FORWARD else "backward", start, until, stage, micro, part, Clocks(), start))
     update = ahead + end.done
     spans.append(Span("update", "optimizer", update, update + priced(role, mine.after)[0], -1, -1, mine.after, Clocks(), update))
     layers = {stage: builder.layers for r in ranks for stage, builder in r.builders.items()}

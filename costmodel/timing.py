@@ -1,7 +1,7 @@
 """From clocks to a TimeReport: what each second of a step was for, without and with a pipeline."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program
 from costmodel.program.ir import BlockCounts, Part, Seq
-from costmodel.program.schedule import BACKWARD, FORWARD, Slot, micro_class, pace, rounds
+from costmodel.program.schedule import Slot, micro_class, pace, passes, rank_of, rounds
 from costmodel.program.stages import PipelineRank
 from costmodel.report import TimeReport
 from costmodel.simulate import Clocks, Scan, step_time
@@ -81,10 +81,10 @@ Priced = Callable[[int, Part], tuple[float, float]]
 def paced(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, slot: Priced, every: bool) -> tuple[list[float], list[float]]:
     """The schedule of a run's micro-batches: when each rank is done, and the end of every action by its index."""
     p, m = run.plan, run.micro_batches
-    stages = p.pp * p.virtual_stages
+    what = [(kind, s, rank_of(p.schedule, s, p.pp)) for kind, s in passes(p.schedule, p.pp * p.virtual_stages)]
     durations: dict[str, list[float]] = {}
     for name in dict.fromkeys((micro_class(0, m), micro_class(m // 2, m), micro_class(m - 1, m))):
-        durations[name] = [slot(s % p.pp, ranks[s % p.pp].slots[Slot(kind, s, name)])[0] for s in range(stages) for kind in (FORWARD, BACKWARD)]
+        durations[name] = [slot(rank, ranks[rank].part(Slot(kind, s, name)))[0] for kind, s, rank in what]
     first, middle, last = (durations[micro_class(i, m)] for i in (0, m // 2, m - 1))
     message = next(iter(ranks[0].builders.values())).links.message
     transfer = prices.seconds_of("pp", "send", message, p.pp)
@@ -119,10 +119,17 @@ class _Slots:
         self.clocks: dict[int, Clocks] = {}
         self.prices: dict[int, tuple[float, float]] = {}
 
+    def of(self, part: Part) -> Clocks:
+        """The clocks at its end."""
+        known = self.clocks.get(id(part))
+        if known is None:
+            known = self.clocks[id(part)] = step_time(part, self.scan.prices, scan=self.scan, drain=False)
+        return known
+
     def __call__(self, rank: int, part: Part) -> tuple[float, float]:
         known = self.prices.get(id(part))
         if known is None:
-            clocks = self.clocks[id(part)] = step_time(part, self.scan.prices, scan=self.scan, drain=False)
+            clocks = self.of(part)
             known = self.prices[id(part)] = clocks.compute, tail_of(clocks)[0]
         return known
 
@@ -147,11 +154,11 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, co
     reports: dict[tuple[int, float], TimeReport] = {}
     out: list[TimeReport] = []
     for rank, end, blocks in zip(ranks, ends, counts, strict=True):
-        tail, axis = tail_of(slots.clocks[id(rank.part(rank.last))])
+        tail, axis = tail_of(slots.of(rank.part(rank.last)))
         waited = max(0.0, end + tail - drained)
         alike = id(rank.parts), waited
         if alike not in reports:
-            whole = _summed(rank.parts, slots.clocks)
+            whole = _summed(rank.parts, slots)
             if waited:
                 whole.compute += waited
                 for into, name in ((whole.phases, "backward"), (whole.waits, axis)):
@@ -161,11 +168,11 @@ def pipeline_times(run: Run, program: Program, prices: RunPrices, scan: Scan, co
     return out
 
 
-def _summed(parts: Seq, clocks: Mapping[int, Clocks]) -> Clocks:
+def _summed(parts: Seq, slots: _Slots) -> Clocks:
     """What the streams of a rank do in all its parts; the host's clock and the streams' left out."""
     whole = Clocks()
     for part, n in parts.parts:
-        c = clocks[id(part)]
+        c = slots.of(part)
         whole.compute += n * c.compute
         whole.contention += n * c.contention
         for into, more in ((whole.phases, c.phases), (whole.comm, c.comm), (whole.waits, c.waits)):

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from torch import Tensor
 
-from costmodel.report import TimeReport
+from costmodel.report import Collective, TimeReport
 from execute.device import Device
 from execute.marks import Marks
-from execute.observe.trace import FOLDED
+from execute.observe.trace import FOLDED, Seen
 
 
 class Clock:
@@ -53,8 +54,22 @@ class Clock:
         for name, start, end in self.phases:
             phases[name] = phases.get(name, 0.0) + self.device.seconds(start, end) * step_s / whole
         phases["other"] = step_s - sum(phases.values())
-        work = {kind: s for kind, s in profiled.breakdown.items() if kind != "idle"}
-        scale = step_s / (profiled.step_s if self.device.name == "cpu" else max(step_s, sum(work.values())))
-        breakdown = {kind: s * scale for kind, s in work.items()}
+        scale = self.scale(profiled)
+        breakdown = {kind: s * scale for kind, s in _busy(profiled).items()}
         communication, exposed = ({axis: s * scale for axis, s in part.items()} for part in (profiled.communication_s, profiled.exposed_s))
-        return TimeReport(step_s, phases, {**breakdown, "idle": step_s - sum(breakdown.values())}, communication, exposed, profiled.host_s)
+        bubble_s = None if profiled.bubble_s is None else profiled.bubble_s * scale
+        return TimeReport(step_s, phases, {**breakdown, "idle": step_s - sum(breakdown.values())}, communication, exposed, profiled.host_s, bubble_s)
+
+    def scale(self, profiled: TimeReport) -> float:
+        """What the seconds of the profiled step are multiplied by, to be those of the median step."""
+        step_s = median(self.seconds())
+        return step_s / (profiled.step_s if self.device.name == "cpu" else max(step_s, sum(_busy(profiled).values())))
+
+    def collectives(self, seen: Seen) -> tuple[Collective, ...]:
+        """The profiled step's, in the seconds of the median step."""
+        scale = self.scale(seen.time)
+        return tuple(c if c.total_s is None else replace(c, total_s=c.total_s * scale) for c in seen.collectives)
+
+
+def _busy(profiled: TimeReport) -> dict[str, float]:
+    return {kind: s for kind, s in profiled.breakdown.items() if kind != "idle"}

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from costmodel.catalog import accelerator
 from costmodel.records import Outcome
 from costmodel.spec import PlanError, Recipe, Run
 from execute import compat
+from execute.observe.environment import cpu_name
 
 KERNELS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """What scaled_dot_product_attention is held to for an attention word; for sdpa it picks by itself."""
+CPUS = {"EPYC": "cpu_epyc_2core", "Xeon": "cpu_xeon_2core"}
+"""Accelerators of the catalogue that are CPUs, by a word of the model's name."""
 UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -172,6 +176,21 @@ def performed_elsewhere(run: Run, device: Device) -> tuple[str, ...]:
         return ()
     return (f"The run describes {run.cluster.accelerator.name}, and was performed on a {'CPU' if here == 'cpu' else 'GPU'}: "
             "kernels, and what they keep for backward, are those of the device it was performed on.",)
+
+
+def catalogue_name(device: Device) -> str | None:
+    """This device's name in the catalogue, where it is there; of CPUs there are two kinds."""
+    if device.name == "cpu":
+        return next((name for brand, name in CPUS.items() if brand in cpu_name()), None)
+    try:
+        return accelerator(torch.cuda.get_device_name(torch.device(device.name))).name
+    except PlanError:
+        return None
+
+
+def is_described(run: Run, device: Device) -> bool:
+    """Whether a device is the one that a run describes."""
+    return catalogue_name(device) == run.cluster.accelerator.name
 
 
 def out_of_memory(error: BaseException, rank: int | None = None) -> Outcome | None:

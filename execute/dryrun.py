@@ -26,6 +26,7 @@ from execute.support import check_supported
 from execute.weights import init_weights
 
 STEPS = ("first step", "steady step")
+FLATTENED = ("zero2.flatten", "deepspeed.reduce_gradients")
 
 
 class Observation(NamedTuple):
@@ -55,7 +56,7 @@ def observe_real(run: Run, device: str = "cpu") -> Observation:
 
     In the second step the real DDP agrees on its rebuilt buckets, which the dry run does not re-enact.
     """
-    check_supported(run)
+    check_supported(run, "run")
     return _perform(run, (STEPS[0], "second step", STEPS[1]), dry=False, device=device)
 
 
@@ -88,8 +89,8 @@ def _perform(run: Run, steps: tuple[str, ...], *, dry: bool, device: str = "cpu"
 
 
 def _region(tracker: StorageTracker, model: nn.Module, name: str) -> AbstractContextManager[None]:
-    """A strategy's communication hook; the gradients that ZeRO-2 is about to flatten and free were gradients."""
-    if name == "zero2.flatten":
+    """A strategy's communication hook; the gradients that ZeRO is about to flatten and free were gradients."""
+    if name in FLATTENED:
         tracker.label([p.grad for p in model.parameters()], "gradients")
     return tracker.hook(name)
 
@@ -110,9 +111,15 @@ class Marks:
     def _label_gradients(self) -> None:
         optimized = [p for group in self.prepared.optimizer.param_groups for p in group["params"]]
         self.tracker.label([p.grad for p in (*self.prepared.model.parameters(), *optimized)], "gradients")
+        self._label_held()
+
+    def _label_held(self) -> None:
+        for category, tensors in self.prepared.holds():
+            self.tracker.label(tensors, category)
 
     def step_ended(self) -> None:
         self.tracker.label(self.prepared.model.parameters(), "parameters")
+        self._label_held()
         device, host = state_tensors(self.prepared.optimizer)
         if self.prepared.loss_scale is not None:
             self.tracker.label([self.prepared.loss_scale.scale, self.prepared.loss_scale.growth_tracker], "framework")

@@ -34,6 +34,8 @@ class Job:
     trace: str | None = None
     """Where rank 0's trace is kept."""
     timeout_s: float = 1800.0
+    check_memory: bool = True
+    """Refuse a job that this host's memory cannot hold."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "run": self.run.model_dump(mode="json")}
@@ -60,6 +62,8 @@ class RankResult:
     losses: tuple[float | None, ...] = ()
     """The mean loss of each of its steps, warm-up included; None where it does not know it."""
     notes: tuple[str, ...] = ()
+    elsewhere: bool = False
+    """The device is not the one that the run describes: its peak is not known."""
     others: "tuple[RankResult, ...]" = ()
     """Rank 0: those of all ranks, its own too."""
 

@@ -24,8 +24,8 @@ PIPELINED = 4
 """Micro-batches of a pipeline's step."""
 
 
-def cases(machine: Machine, ranks: int, model: dict[str, Any] | None = None) -> Iterator[Case]:
-    """The one device first."""
+def cases(machine: Machine, ranks: int, model: dict[str, Any] | None = None, *, deepspeed: bool = False) -> Iterator[Case]:
+    """The one device first; DeepSpeed's ZeRO where it is asked for."""
     on_gpu = machine.on_gpu
     model = model or (model_of(1024) if on_gpu else SMALL)
     base = {"seq_len": 2048, "precision": "bf16-pure"} if on_gpu else {"seq_len": 128, "precision": "fp32"}
@@ -45,6 +45,8 @@ def cases(machine: Machine, ranks: int, model: dict[str, Any] | None = None) -> 
     yield case("FSDP, kept gathered", ranks, "fsdp", dp=ranks, reshard_after_forward=False)
     yield case("TP", ranks, "ddp", dp=1, tp=ranks)
     yield case("PP (1F1B)", ranks, "ddp", dp=1, pp=ranks, micro_batches=PIPELINED)
+    for stage in (1, 2, 3) if deepspeed and not on_gpu else ():  # on GPUs the others compute in pure bf16, and DeepSpeed keeps an fp32 copy
+        yield case(f"DeepSpeed ZeRO-{stage}", ranks, f"zero{stage}", dp=ranks, framework="deepspeed", bucket_bytes=1 << 22)
 
 
 class Figures(NamedTuple):
@@ -188,6 +190,7 @@ def _split(e: Entry) -> str:
 SMALLER = "matrix products of fewer sequences are less efficient"
 MORE_WORK = {"ddp": f"gradients are copied into buckets, every rank updates all parameters, and {SMALLER}.",
              "zero1": f"gradients are copied into buckets, and {SMALLER}.", "zero2": f"gradients are flattened into buckets, and {SMALLER}.",
+             "deepspeed": f"gradients are copied into buckets and flattened again to be sent and to be used, and {SMALLER}.",
              "fsdp": f"gathered parameters are copied out of buffers and gradients into them, and {SMALLER}.",
              "tensor": "norms, residuals and the embedding's output are computed whole on every rank, and narrower matrix products are less efficient.",
              "pipeline": f"{SMALLER}, and stages are not even: the last one has the head and the loss."}

@@ -10,7 +10,7 @@ import typer
 
 from costmodel.cli.guard import InputError
 from execute import require_torch_or_refuse
-from execute.commands import check_device, perform_job, say
+from execute.commands import NoMemoryCheck, check_device, check_least, check_timeout, naming, perform_job, say
 from execute.recording import keep, make_record, prepare_place
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def lab(
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For each run. Default: 600.", show_default=False)] = 600.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FOLDER", show_default=False,
                                                 help="Write lab.md, lab.json and records/ there, instead of printing.")] = None,
+    no_memory_check: NoMemoryCheck = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/report.md) instead of Markdown.", show_default=False)] = False,
 ) -> None:
     """Measure DDP, ZeRO-1/2/3, FSDP, TP and PP of one small Transformer against one device, beside their predictions, and say why they differ.
@@ -37,27 +38,33 @@ def lab(
     """
     require_torch_or_refuse()
     check_device(device)
-    if steps < 1:
-        raise InputError(f"--steps {steps}: must be at least 1. Use --steps 10.")
+    check_least(steps, "--steps", 1, 10)
+    check_timeout(timeout, 600)
     if output is not None:
         prepare_place(output / "records")
     from execute.lab import cases
     from execute.lab_text import document, markdown
     from execute.observe.environment import environment
     from execute.suite import this_machine
-    machine = this_machine(gpu, device)
+    from execute.support import has_deepspeed
+    with naming({"gpu": "--gpu", "device": "--device"}):
+        machine = this_machine(gpu, device)
     count = _ranks(ranks, machine.devices, machine.on_gpu)
     if not machine.on_gpu:
         os.environ["OMP_NUM_THREADS"] = "1"  # a rank is a core, alone or with others
-    one, *spread = cases(machine, count)
+    one, *spread = cases(machine, count, deepspeed=has_deepspeed())
     wanted = only.lower().replace("-", "")
     chosen = [one, *(case for case in spread if wanted in case.name.lower().replace("-", ""))]
     if spread and len(chosen) == 1:
         raise InputError(f"--only {only}: no strategy has this in its name. Use a part of {', '.join(case.name for case in spread)}.")
+    if not machine.on_gpu and not no_memory_check:
+        from execute.host_memory import check_host_memory
+        for case in chosen:
+            check_host_memory(case.run, case.run.plan.world_size)
     entries = []
     for number, case in enumerate(chosen, 1):
         say(f"lab: {number} of {len(chosen)}: {case.name}")
-        entries.append(_perform(case, device, steps, timeout, output and output / "records"))
+        entries.append(_perform(case, device, steps, timeout, not no_memory_check, output and output / "records"))
         if entries[-1].outcome.kind == "interrupted":
             break
     here = environment()
@@ -83,11 +90,11 @@ def _ranks(asked: int | None, devices: int, on_gpu: bool) -> int:
     return asked or (possible[-1] if on_gpu else 2)
 
 
-def _perform(case: "Case", device: str, steps: int, timeout: float, place: Path | None) -> "Entry":
+def _perform(case: "Case", device: str, steps: int, timeout: float, check_memory: bool, place: Path | None) -> "Entry":
     """Perform a case under torchrun, and keep its record."""
     from costmodel.inputs import Resolved
     from execute.lab import entry
-    ended, report = perform_job(case.run, device, steps, timeout)
+    ended, report = perform_job(case.run, device, steps, timeout, check_memory)
     if place is not None:
         record = make_record(Resolved(case.run, {}), "run", ended.outcome, report, {rank: r.step_s for rank, r in ended.ranks.items()}, "execute lab")
         keep(record, place)

@@ -23,7 +23,7 @@ from execute.dryrun import observe_real
 from execute.dryrun import report as observed_report
 from execute.job import Job
 from execute.observe.profiling import profile_step
-from execute.observe.trace import read_trace
+from execute.observe.trace import read_step
 from execute.solo import states_of
 from execute.train import Training, make_ready
 
@@ -51,8 +51,9 @@ def measure(job: Job, rank: int, device: Device, trace: Path, say: Callable[[str
             say("watching three steps")
             watched = observed_report(observe_real(run, device.name), rank).roles[0]
     say("reading the trace")
-    time = seen.clock.report(read_trace(trace, watched.collectives or (), seen.axes))
-    role = replace(watched, ranks=1, memory=beside(watched.memory, seen.allocator), time=time)
+    traced = read_step(trace, watched.collectives or (), seen.axes)
+    sent = None if watched.collectives is None else seen.clock.collectives(traced)
+    role = replace(watched, ranks=1, memory=beside(watched.memory, seen.allocator), time=seen.clock.report(traced.time), collectives=sent)
     return role, seen.clock.seconds(), seen.losses
 
 

@@ -31,8 +31,9 @@ class Sequence(Protocol):
     places: Callable[[], Tensor]
     group: Any
 
-    def ready(self, *parts: Tensor) -> tuple[Tensor, ...]: ...
+    def enter(self, x: Tensor) -> Tensor: ...
     def attention(self, core: Any) -> Any: ...
+    def leave(self, y: Tensor) -> Tensor: ...
 
 
 class Context:
@@ -116,14 +117,19 @@ class Attention(nn.Module):
             q, k = rotate(q, tables), rotate(k, tables)
         core = self.eager if context.recipe.attention == "eager" else self.fused
         if context.sequence:
-            q, k, v = context.sequence.ready(q, k, v)
+            q = context.sequence.enter(q)
+            k = context.sequence.enter(k)
+            v = context.sequence.enter(v)
             core = context.sequence.attention(core)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.recompute_attention:
             y = checkpoint(core, q, k, v, tables.mask, around=context.around, keep_rng=context.recipe.dropout > 0)
         else:
             y = core(q, k, v, tables.mask)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
+        y = y.transpose(1, 2)
+        if context.sequence:
+            y = context.sequence.leave(y)
+        return self.out(y.reshape(batch, tokens, -1))
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         r = self.context.recipe

@@ -67,21 +67,26 @@ def _perform(job: Job, rank: int, local_rank: int, say: Say, folder: Path) -> Ra
     import torch
     import torch.distributed as dist
 
-    from execute.device import performed_elsewhere, this_device
+    from execute.device import is_described, performed_elsewhere, this_device
+    from execute.host_memory import check_host_memory
     from execute.measure import measure
-    from execute.support import check_supported
+    from execute.support import check_installed, check_supported
     check_supported(job.run, "run")
+    check_installed(job.run)
     device = this_device(job.device, local_rank)
     if device.name != "cpu" and local_rank >= torch.cuda.device_count():
         raise PlanError("nproc", local_rank + 1, f"this machine has {torch.cuda.device_count()} GPUs.",
                         f"Use --nproc {torch.cuda.device_count()}, more nodes, or --device cpu.")
+    if job.check_memory and device.name == "cpu":
+        check_host_memory(job.run, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say("meeting the other ranks")
     patience = timedelta(seconds=job.timeout_s + MARGIN_S)
     on_gpu: dict[str, Any] = {} if device.name == "cpu" else {"device_id": torch.device(device.name)}
     dist.init_process_group("gloo" if device.name == "cpu" else "nccl", timeout=patience, **on_gpu)
     trace = Path(job.trace) if job.trace and rank == 0 else folder / f"trace{rank}.json"
     role, step_s, losses = measure(job, rank, device, trace, say)
-    result = RankResult(rank, files.now_s(), role=role, step_s=step_s, losses=losses, notes=performed_elsewhere(job.run, device))
+    result = RankResult(rank, files.now_s(), role=role, step_s=step_s, losses=losses, notes=performed_elsewhere(job.run, device),
+                        elsewhere=not is_described(job.run, device))
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, result)
     return replace(result, others=tuple(everybody)) if rank == 0 else result

@@ -6,14 +6,22 @@ from statistics import fmean
 
 from costmodel.report import RoleReport, StepReport
 from costmodel.spec import Run
+from execute.flops import hardware_flops, model_flops
 from execute.job import RankResult
 
 
 def report_of(run: Run, ranks: Mapping[int, RankResult]) -> StepReport:
     """The report of a job that came through."""
     notes = tuple(dict.fromkeys(note for r in ranks.values() for note in r.notes))
-    return StepReport("run", roles_of(run, [r.role for r in ranks.values() if r.role is not None]), run.plan.world_size, run.tokens_per_step, notes=notes,
-                      basis={"memory": "exact", "collectives": "exact"})
+    roles = roles_of(run, [r.role for r in ranks.values() if r.role is not None])
+    return StepReport("run", roles, run.plan.world_size, run.tokens_per_step, model_flops(run), hardware_flops(run),
+                      None if any(r.elsewhere for r in ranks.values()) else peak_flops_per_s(run), notes=notes,
+                      basis={"memory": "exact", "collectives": "exact", "model_flops": "exact"})
+
+
+def peak_flops_per_s(run: Run) -> float | None:
+    """Of one GPU that the run describes."""
+    return run.cluster.accelerator.flops_per_s.get(run.recipe.precision.compute)
 
 
 def roles_of(run: Run, ranks: Iterable[RoleReport]) -> tuple[RoleReport, ...]:
@@ -29,10 +37,10 @@ def roles_of(run: Run, ranks: Iterable[RoleReport]) -> tuple[RoleReport, ...]:
 
 
 def _role(name: str, ranks: list[RoleReport]) -> RoleReport:
-    """The fullest of them stands for all; a step takes as long as the slowest of them."""
+    """The fullest of them stands for all; a step, and what it sends, takes as long as the slowest of them."""
     fullest = max(ranks, key=states_bytes)
     slowest = max(ranks, key=lambda r: r.time.step_s if r.time else 0.0)
-    return replace(fullest, role=name, ranks=len(ranks), time=slowest.time)
+    return replace(fullest, role=name, ranks=len(ranks), time=slowest.time, collectives=slowest.collectives)
 
 
 def states_bytes(rank: RoleReport) -> int:

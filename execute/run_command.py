@@ -14,7 +14,7 @@ import typer
 from costmodel.cli.guard import InputError
 from costmodel.cli.options import Given, takes_run
 from execute import require_torch_or_refuse
-from execute.commands import check_device, say
+from execute.commands import NoMemoryCheck, check_device, check_least, check_timeout, naming, say
 from execute.recording import keep, make_record, prepare_place
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from execute.job import Job, RankResult
 
 UNEXPECTED = 1
-OWN = ("nproc", "device", "data")
+OWN = {name: f"--{name}" for name in ("nproc", "device", "data")}
 """Options that a rank may find fault with."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,6 +51,7 @@ def run(
                                                 help="Keep a record: a .json file, or a folder in which it gets a name of its own.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", show_default=False,
                                                help="Keep rank 0's Chrome trace of one more step: .json or .json.gz.")] = None,
+    no_memory_check: NoMemoryCheck = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record (docs/report.md) instead of the text.", show_default=False)] = False,
 ) -> None:
     """Perform a run for real, under torchrun: time, memory and communication of each rank role.
@@ -65,11 +66,12 @@ def run(
         if place is not None:
             prepare_place(place)
     from execute.job import Job
-    from execute.support import check_supported
+    from execute.support import check_installed, check_supported
     with given.naming():
         check_supported(resolved.run, "run")
+        check_installed(resolved.run)
     job = Job(resolved.run, steps, warmup, device, None if data is None else str(data.absolute()), seed,
-              None if trace is None else str(trace.absolute()), timeout)
+              None if trace is None else str(trace.absolute()), timeout, not no_memory_check)
     command = " ".join(["execute run", *sys.argv[2:]]) if sys.argv[1:2] == ["run"] else "execute run"
     if all(name in os.environ for name in TORCHRUN):
         with _naming(given):
@@ -88,23 +90,15 @@ def run(
 @contextmanager
 def _naming(given: Given) -> Iterator[None]:
     """A PlanError from inside becomes an InputError that names an option of this command, the run's flag, or its file."""
-    from costmodel.spec import PlanError
-    with given.naming():
-        try:
-            yield
-        except PlanError as error:
-            if error.field in OWN:
-                raise InputError(f"--{error.field} {error.value}: {error.rule} {error.fix}") from None
-            raise
+    with given.naming(), naming(OWN):
+        yield
 
 
 def _check(device: str, warmup: int, steps: int, timeout: float, trace: Path | None, data: Path | None) -> None:
     check_device(device)
-    for name, value in (("--warmup", warmup), ("--steps", steps)):
-        if value < 1:
-            raise InputError(f"{name} {value}: must be at least 1. Use {name} 1.")
-    if timeout <= 0:
-        raise InputError(f"--timeout {timeout:g}: must be above 0. Use --timeout 1800.")
+    check_least(warmup, "--warmup", 1, 1)
+    check_least(steps, "--steps", 1, 1)
+    check_timeout(timeout, 1800)
     if data is not None and not data.is_file():
         raise InputError(f"--data {data}: there is no such file. Give a text file, or leave it out for random tokens.")
     if trace is not None and not trace.name.endswith((".json", ".json.gz")):

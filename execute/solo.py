@@ -17,12 +17,14 @@ from execute import compat
 from execute.assemble import assemble
 from execute.clock import Clock
 from execute.data import source_of
-from execute.device import Device, performed_elsewhere
+from execute.device import Device, is_described, performed_elsewhere
 from execute.dryrun import observe_real
 from execute.dryrun import report as observed_report
+from execute.flops import hardware_flops, model_flops
 from execute.observe.profiling import profile_step
 from execute.observe.trace import read_trace
 from execute.optim import state_tensors
+from execute.roles import peak_flops_per_s
 from execute.stand_in import Others, stand_in_world
 from execute.strategies import Prepared
 from execute.support import check_supported
@@ -72,7 +74,9 @@ def solo(run: Run, device: Device, rank: int = 0, *, warmup: int = 3, steps: int
             time = clock.report(_profiled(job, device, warmup + steps, trace))
     name = f"rank {rank}"
     role = RoleReport(name, world // run.plan.pp, rank, memory, time, None)
-    return Solo(StepReport("solo", (role,), world, run.tokens_per_step, notes=performed_elsewhere(run, device)), clock.seconds())
+    peak = peak_flops_per_s(run) if is_described(run, device) else None
+    return Solo(StepReport("solo", (role,), world, run.tokens_per_step, model_flops(run), hardware_flops(run), peak, notes=performed_elsewhere(run, device)),
+                clock.seconds())
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------------

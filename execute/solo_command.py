@@ -9,7 +9,7 @@ import typer
 from costmodel.cli.guard import InputError, debugging
 from costmodel.cli.options import Given, takes_run
 from execute import require_torch_or_refuse
-from execute.commands import check_device, say
+from execute.commands import NoMemoryCheck, check_device, check_least, naming, say
 from execute.recording import keep, make_record, outcome_of, prepare_place
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def solo(
                                                 help="Keep a record: a .json file, or a folder in which it gets a name of its own.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", show_default=False,
                                                help="Keep the Chrome trace of one more step: .json or .json.gz.")] = None,
+    no_memory_check: NoMemoryCheck = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record (docs/report.md) instead of the text.", show_default=False)] = False,
 ) -> None:
     """Perform one rank of a job on one real device, alone: its memory, and the time of its computation.
@@ -48,12 +49,17 @@ def solo(
             prepare_place(place)
     from costmodel.spec import PlanError
     from execute.device import this_device
+    from execute.host_memory import check_host_memory
     from execute.solo import solo as perform
     check_device(device)
+    with given.naming(), naming({"device": "--device"}):
+        here = this_device(device)
+        if here.name == "cpu" and not no_memory_check:
+            check_host_memory(resolved.run, 1)
     source, done, outcome = f"execute solo --rank {rank} --warmup {warmup} --steps {steps}", None, None
     try:
         with given.naming():
-            done = perform(resolved.run, this_device(device), rank, warmup=warmup, steps=steps, trace=trace, progress=lambda words: say(f"solo: {words}"))
+            done = perform(resolved.run, here, rank, warmup=warmup, steps=steps, trace=trace, progress=lambda words: say(f"solo: {words}"))
     except (InputError, PlanError):
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -70,9 +76,8 @@ def _check(resolved: "Resolved", rank: int, warmup: int, steps: int, against: st
         raise InputError(f"--against {against}: it knows the prediction only. Use --against predict.")
     if not 0 <= rank < world:
         raise InputError(f"--rank {rank}: the run has {world} ranks. Use --rank 0 to {world - 1}.")
-    for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1)):
-        if value < least:
-            raise InputError(f"{name} {value}: must be at least {least}. Use {name} {least}.")
+    check_least(warmup, "--warmup", 1, 1)
+    check_least(steps, "--steps", 1, 1)
 
 
 def _finish(resolved: "Resolved", rank: int, done: "Solo | None", outcome: Any, source: str, place: Path | None, as_json: bool, against: str) -> None:

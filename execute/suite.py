@@ -1,6 +1,7 @@
 """A standard list of runs that this machine can perform: every strategy, the model as large as half of a device's memory and no larger than it need be."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from costmodel.inputs import build_run
@@ -34,10 +35,10 @@ def this_machine(gpu: str = "", device: str = "") -> Machine:
     import torch
 
     from costmodel.catalog import accelerator
-    from execute.device import this_device
-    from execute.observe.environment import cpu_name
-    if this_device(device).name == "cpu":
-        return Machine(gpu or ("cpu_epyc_2core" if "EPYC" in cpu_name() else "cpu_xeon_2core"), 4, False)
+    from execute.device import catalogue_name, this_device
+    here = this_device(device)
+    if here.name == "cpu":
+        return Machine(accelerator(gpu or catalogue_name(here) or "cpu_xeon_2core").name, 4, False)
     return Machine(accelerator(gpu or torch.cuda.get_device_name(0)).name, torch.cuda.device_count(), True)
 
 
@@ -46,20 +47,28 @@ def model_of(width: int) -> dict[str, Any]:
     return {"name": f"validate-{width}", "layers": 8, "hidden": width, "heads": width // 64, "kv_heads": width // 128, "ffn": width * 11 // 4, "vocab": 32000}
 
 
-def standard(machine: Machine, fits: Callable[[Run], bool]) -> list[Case]:
-    """The cases that the machine's devices are enough for."""
+def standard(machine: Machine, fits: Callable[[Run], bool], *, deepspeed: bool = False) -> list[Case]:
+    """The cases that the machine's devices are enough for; with DeepSpeed's where they can be performed (a dry run of them there is none)."""
     models = [model_of(width) for width in SIZES] if machine.on_gpu else [SMALL]
-    runs = {model["name"]: list(_cases(machine, model)) for model in models}
+    runs = {model["name"]: [*_cases(machine, model), *(_deepspeed(machine, model) if deepspeed and machine.devices > 1 else ())] for model in models}
     return next((cases for cases in runs.values() if all(fits(case.run) for case in cases)), list(runs.values())[-1])
 
 
-def _cases(machine: Machine, model: dict[str, Any]) -> Iterator[Case]:
-    pair = min(2, machine.devices)
+def _case(machine: Machine, model: dict[str, Any], name: str, ranks: int, strategy: str, recipe: dict[str, Any] | None = None, **plan: Any) -> Case:
+    base = {"seq_len": 2048, "micro_batch": 2} if machine.on_gpu else {"seq_len": 128, "micro_batch": 2, "precision": "fp32"}
+    run = build_run(model=model, cluster={"gpu": machine.gpu, "gpus": ranks}, plan={"strategy": strategy, **plan}, recipe={**base, **(recipe or {})})
+    return Case(f"{name}, {ranks} rank{'s' if ranks > 1 else ''}", run)
 
-    def case(name: str, ranks: int, strategy: str, recipe: dict[str, Any] | None = None, **plan: Any) -> Case:
-        base = {"seq_len": 2048, "micro_batch": 2} if machine.on_gpu else {"seq_len": 128, "micro_batch": 2, "precision": "fp32"}
-        run = build_run(model=model, cluster={"gpu": machine.gpu, "gpus": ranks}, plan={"strategy": strategy, **plan}, recipe={**base, **(recipe or {})})
-        return Case(f"{name}, {ranks} rank{'s' if ranks > 1 else ''}", run)
+
+def _deepspeed(machine: Machine, model: dict[str, Any]) -> Iterator[Case]:
+    """Several buckets each."""
+    bucket = {"framework": "deepspeed", "bucket_bytes": 1 << (27 if machine.on_gpu else 22)}
+    for stage in (1, 2, 3):
+        yield _case(machine, model, f"deepspeed zero{stage}", 2, f"zero{stage}", {"precision": "bf16-mixed"}, **bucket)
+
+
+def _cases(machine: Machine, model: dict[str, Any]) -> Iterator[Case]:
+    pair, case = min(2, machine.devices), partial(_case, machine, model)
 
     pure = {"precision": "bf16-pure"} if machine.on_gpu else {}
     yield case("single", 1, "single")

@@ -1,6 +1,7 @@
 """What a Run may ask of `execute` today; everything else is refused by name, never ignored."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import chain
 from typing import Literal
 
@@ -19,6 +20,9 @@ def check_supported(run: Run, mode: Mode = "dryrun") -> None:
 
 def _fake(run: Run) -> Iterator[PlanError]:
     """What fake tensors cannot do."""
+    if not dry_runs(run):
+        yield PlanError("plan.framework", run.plan.framework, "DeepSpeed computes with values, and fake tensors have none: it has no dry run.",
+                        "Use execute run, or framework = pytorch.")
     if run.recipe.compile:
         yield PlanError("recipe.compile", True, "a dry run executes eagerly.", "Use compile = false, or execute solo on a GPU.")
     if run.model.attention_pattern != "global" and run.cluster.accelerator.kernel_table == "cpu":
@@ -42,14 +46,14 @@ def _real(run: Run) -> Iterator[PlanError]:
 
 def _refusals(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
-    if p.framework != "pytorch":
-        yield PlanError("plan.framework", p.framework, "execute performs the PyTorch dialect only.", "Use framework = pytorch.")
+    if p.framework not in ("pytorch", "deepspeed"):
+        yield PlanError("plan.framework", p.framework, "execute performs PyTorch's dialect, and DeepSpeed's ZeRO.", "Use framework = pytorch.")
     yield from _tensor(run)
     yield from _pipeline(run)
     yield from _context(run)
     yield from _experts(run)
     if p.single_process:
-        yield PlanError("plan.single_process", True, "execute does not perform DataParallel.", "Use ddp.")
+        yield PlanError("plan.single_process", True, "DataParallel runs on GPUs of one process alone, and execute has a process per device.", "Use ddp.")
     if p.offload != "none" or p.activation_offload:
         yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
@@ -65,6 +69,9 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.norms_per_layer", 3, "execute does not know where a third norm sits.", "Use 1, 2 or 4.")
     if "fp8" in (r.precision.parameter, r.precision.compute) or r.precision.fp8_recipe != "none":
         yield PlanError("recipe.precision", r.precision.name, "execute does not perform fp8 yet.", "Use bf16-mixed.")
+    if p.framework == "deepspeed":
+        yield from _deepspeed(run)
+        return
     if r.precision.master is not None:
         yield PlanError("recipe.precision.master", r.precision.master, "PyTorch's optimizers keep no master copy.", "Use bf16-mixed.")
     if r.optimizer.name == "adam8bit":
@@ -88,6 +95,57 @@ def _refusals(run: Run) -> Iterator[PlanError]:
                         f"Use reduce = {r.precision.parameter}.")
 
 
+def _deepspeed(run: Run) -> Iterator[PlanError]:
+    """What DeepSpeed's engine is not given here."""
+    p, r, precision = run.plan, run.recipe, run.recipe.precision
+    if p.zero == 0:
+        yield PlanError("plan.zero", 0, "of DeepSpeed execute performs ZeRO-1, -2 and -3.", "Use zero = 1, or framework = pytorch.")
+    if precision.loss_scaling or precision.autocast or precision.parameter != precision.compute or (precision.parameter, precision.master) not in (
+            ("fp32", None), ("bf16", "fp32")):
+        yield PlanError("recipe.precision", precision.name, "DeepSpeed is performed with fp32 parameters, or bf16 ones and an fp32 master copy.",
+                        "Use bf16-mixed or fp32.")
+    if p.zero == 1 and precision.gradient != precision.parameter:
+        yield PlanError("recipe.precision.gradient", precision.gradient, "with wider gradients DeepSpeed's stage 1 is another optimizer (BF16_Optimizer).",
+                        f"Use gradient = {precision.parameter}, or zero = 2.")
+    if precision.reduce != precision.parameter:
+        yield PlanError("recipe.precision.reduce", precision.reduce, "execute leaves DeepSpeed's communication_data_type at that of the parameters.",
+                        f"Use reduce = {precision.parameter}.")
+    if r.optimizer.name not in ("sgd", "momentum", "adam", "adamw"):
+        yield PlanError("recipe.optimizer", r.optimizer.name, "execute gives DeepSpeed PyTorch's optimizers.", "Use adamw.")
+    if not p.overlap_grad_reduce and p.zero == 3:
+        yield PlanError("plan.overlap_grad_reduce", False, "execute performs DeepSpeed's stage 3 as shipped.", "Use overlap_grad_reduce = true.")
+    for field, asked, fix in (("recipe.compile", r.compile, "compile = false"), ("recipe.cuda_graphs", r.cuda_graphs, "cuda_graphs = false"),
+                              ("recipe.expand_kv", r.expand_kv, "expand_kv = false"),
+                              ("recipe.grad_accum_fusion", r.grad_accum_fusion, "grad_accum_fusion = false"),
+                              ("recipe.zero_set_to_none", not r.zero_set_to_none, "zero_set_to_none = true"),
+                              ("plan.sync_each_micro_batch", p.sync_each_micro_batch and p.zero == 1, "sync_each_micro_batch = false"),
+                              ("plan.tp", p.tp > 1, "tp = 1"), ("plan.pp", p.pp > 1, "pp = 1")):
+        if asked:
+            yield PlanError(field, True, "execute does not do this with DeepSpeed.", f"Use {fix}.")
+    if p.zero >= 2 and not p.sync_each_micro_batch:
+        yield PlanError("plan.sync_each_micro_batch", False, f"DeepSpeed's stage {p.zero} reduces gradients of every micro-batch.",
+                        "Use sync_each_micro_batch = true.")
+    if r.loss == "inplace":
+        yield PlanError("recipe.loss", r.loss, "PyTorch has no such loss.", "Use loss = eager, bf16, chunked or fused.")
+
+
+def has_deepspeed() -> bool:
+    """Whether the extra `deepspeed` is installed."""
+    return find_spec("deepspeed") is not None
+
+
+def check_installed(run: Run) -> None:
+    """Raise PlanError where a run needs a library that is not here."""
+    if run.plan.framework == "deepspeed" and not has_deepspeed():
+        raise PlanError("plan.framework", "deepspeed", "DeepSpeed is not installed.",
+                        "Install it with: pip install -c constraints.txt -e '.[deepspeed]', or use framework = pytorch.")
+
+
+def dry_runs(run: Run) -> bool:
+    """Whether there is a dry run of a run's framework."""
+    return run.plan.framework == "pytorch"
+
+
 def _watched(run: Run) -> Iterator[PlanError]:
     """What cannot be watched operation by operation."""
     if run.recipe.compile:
@@ -97,6 +155,9 @@ def _watched(run: Run) -> Iterator[PlanError]:
 
 def _alone(run: Run) -> Iterator[PlanError]:
     """What needs the other ranks' values."""
+    if run.plan.framework == "deepspeed":
+        yield PlanError("plan.framework", "deepspeed", "DeepSpeed's ranks check one another: it is not performed alone.",
+                        "Use execute run, or framework = pytorch.")
     if run.plan.ep > 1:
         yield PlanError("plan.ep", run.plan.ep, "one rank alone does not know how many rows the others would send to its experts.",
                         "Use ep = 1, or execute run.")
@@ -175,6 +236,8 @@ def _experts(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.ep", p.ep, "execute spreads experts under FSDP or HSDP only.", "Use zero = 3, or ep = 1.")
     if p.pp > 1:
         yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline.", "Use pp = 1, or ep = 1.")
+    if p.ep_dispatcher != "alltoall":
+        yield PlanError("plan.ep_dispatcher", p.ep_dispatcher, "execute exchanges rows, not tokens.", "Use ep_dispatcher = alltoall.")
     if p.ep_overlap:
         yield PlanError("plan.ep_overlap", True, "execute waits for its all-to-alls.", "Use ep_overlap = false.")
 
@@ -185,7 +248,7 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
     if p.pp == 1:
         return
     if p.schedule not in ("naive", "gpipe", "1f1b", "interleaved"):
-        yield PlanError("plan.schedule", p.schedule, "execute does not perform this schedule yet.", "Use naive, gpipe, 1f1b or interleaved.")
+        yield from _split(run)
     if p.schedule == "1f1b" and r.grad_accum < p.pp:
         yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
                         f"Use grad_accum = {p.pp}, or schedule = gpipe.")
@@ -206,3 +269,16 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "the last stage of a pipeline gives logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "execute does not split Muon over stages.", "Use adamw.")
+
+
+def _split(run: Run) -> Iterator[PlanError]:
+    """What a backward in two passes does not go with, or not here."""
+    p = run.plan
+    if p.zero == 0 and p.dp > 1:
+        yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
+                        "Use 1f1b or interleaved, or zero = 3.")
+    for on, field, value in (
+            (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
+            (run.model.moe is not None, "model", run.model.name), (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
+        if on:
+            yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

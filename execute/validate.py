@@ -1,6 +1,6 @@
 """Predicted against dry run against measured: bytes by category, collectives, time; what is outside its tolerance is named."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,15 +80,23 @@ HEADER = (f"{'':<26} {'':<6} {'peak,':>10} {'peak,':>10}\n"
 def check(case: Case, mode: Mode, profile: str | None, observe: Observe) -> Checked:
     """Predict a case, dry-run every role's example rank, perform it as the mode says, and compare."""
     from execute.dryrun import dry_run
+    from execute.support import dry_runs
     predicted = predict(case.run, profile)
     outcome, seen = (Outcome(), {}) if mode == "dryrun" else observe(case.run)
     sides = []
     for role in predicted.roles:
         rank = role.example_rank
-        sides.append(Side(role.role, compare(predicted, dry_run(case.run, rank))))
+        if dry_runs(case.run):
+            sides.append(Side(role.role, compare(predicted, dry_run(case.run, rank))))
         if rank in seen:
             sides.append(Side(role.role, compare(predicted, alone(seen[rank], mode, case.run, slowest(seen)))))
     return Checked(case.name, case.run, outcome, tuple(sides), profile is not None and Path(profile).suffix == ".toml")
+
+
+def check_predictable(cases: Iterable[Case], profile: str | None) -> None:
+    """Raise PlanError where a case cannot be predicted with some constants."""
+    for case in cases:
+        predict(case.run, profile, scaling=False)
 
 
 def alone(rank: RoleReport, mode: Mode, run: Run, step_s: float | None) -> StepReport:

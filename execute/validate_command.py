@@ -8,7 +8,7 @@ import typer
 
 from costmodel.cli.guard import InputError
 from execute import require_torch_or_refuse
-from execute.commands import check_device, perform_job, say
+from execute.commands import NoMemoryCheck, check_device, check_least, check_timeout, naming, perform_job, say
 from execute.recording import keep, make_record, outcome_of, prepare_place
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def validate(
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For each run. Default: 600.", show_default=False)] = 600.0,
     record: Annotated[Path | None, typer.Option("--record", metavar="FOLDER", help="Keep a record of each run that is performed.",
                                                 show_default=False)] = None,
+    no_memory_check: NoMemoryCheck = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/report.md) instead of the text.", show_default=False)] = False,
 ) -> None:
     """Predicted against dry run against measured: bytes, collectives and time.
@@ -49,13 +50,16 @@ def validate(
     if mode not in ("dryrun", "solo", "run"):
         raise InputError(f"--mode {mode}: it is dryrun, solo or run. Use --mode run.")
     check_device(device)
+    check_least(steps, "--steps", 1, 10)
+    check_timeout(timeout, 600)
     if record is not None:
         prepare_place(record)
     cases = [case for case in _cases(runs or [], cast("Mode", mode), gpu, device) if only in case.name]
     if not cases:
         raise InputError(f"--only {only}: no case has this in its name. Leave it out for all.")
     from execute.validate import check
-    observe = _observer(mode, device, steps, timeout, record)
+    _refuse_early(cases, cast("Mode", mode), profile, device, no_memory_check)
+    observe = _observer(mode, device, steps, timeout, not no_memory_check, record)
     checked = []
     for number, case in enumerate(cases, 1):
         say(f"validate: {number} of {len(cases)}: {case.name}")
@@ -70,25 +74,44 @@ def _cases(files: list[Path], mode: "Mode", gpu: str, device: str) -> "list[Case
     """The runs of some files, or the standard suite."""
     from costmodel.cli.options import collect
     from execute.suite import Case, standard, this_machine
-    from execute.support import check_supported
+    from execute.support import check_installed, check_supported, dry_runs, has_deepspeed
     from execute.validate import fits
     if not files:
-        return standard(this_machine(gpu, device), fits)
+        with naming({"gpu": "--gpu", "device": "--device"}):
+            machine = this_machine(gpu, device)
+        return standard(machine, fits, deepspeed=mode == "run" and has_deepspeed())
     cases = []
     for path in files:
         given = collect(path, {}, [])
         run = given.resolve().run
         with given.naming():
-            check_supported(run)
+            if dry_runs(run):
+                check_supported(run)
             check_supported(run, mode)
+            check_installed(run)
         cases.append(Case(path.stem, run))
     return cases
 
 
-def _observer(mode: str, device: str, steps: int, timeout: float, record: Path | None) -> "Observe":
+def _refuse_early(cases: "list[Case]", mode: "Mode", profile: str | None, device: str, no_memory_check: bool) -> None:
+    """Refuse now what would be refused in a later case: constants, a run that is not predicted, a device, a host that is too small."""
+    from execute.validate import check_predictable
+    with naming({"profile": "--profile", "device": "--device"}):
+        check_predictable(cases, profile)
+        if mode == "dryrun":
+            return
+        from execute.device import this_device
+        on_cpu = this_device(device).name == "cpu"
+    if on_cpu and not no_memory_check:
+        from execute.host_memory import check_host_memory
+        for case in cases:
+            check_host_memory(case.run, 1 if mode == "solo" else case.run.plan.world_size)
+
+
+def _observer(mode: str, device: str, steps: int, timeout: float, check_memory: bool, record: Path | None) -> "Observe":
     """What performs a run for real."""
     def observe(run: "Run") -> "tuple[Outcome, dict[int, RoleReport]]":
-        outcome, roles, step_s, report = (_alone if mode == "solo" else _launched)(run, device, steps, timeout)
+        outcome, roles, step_s, report = _alone(run, device, steps) if mode == "solo" else _launched(run, device, steps, timeout, check_memory)
         if record is not None:
             from costmodel.inputs import Resolved
             made = make_record(Resolved(run, {}), cast("Any", mode), outcome, report, step_s, f"execute validate --mode {mode}")
@@ -99,13 +122,13 @@ def _observer(mode: str, device: str, steps: int, timeout: float, record: Path |
     return observe
 
 
-def _launched(run: "Run", device: str, steps: int, timeout: float) -> Any:
-    ended, report = perform_job(run, device, steps, timeout)
+def _launched(run: "Run", device: str, steps: int, timeout: float, check_memory: bool) -> Any:
+    ended, report = perform_job(run, device, steps, timeout, check_memory)
     roles = {rank: r.role for rank, r in ended.ranks.items() if r.role is not None}
     return ended.outcome, roles, {rank: r.step_s for rank, r in ended.ranks.items()}, report
 
 
-def _alone(run: "Run", device: str, steps: int, timeout: float) -> Any:
+def _alone(run: "Run", device: str, steps: int) -> Any:
     """The first rank of every pipeline stage, one after the other, on this device."""
     from costmodel.records import Outcome
     from execute.device import this_device

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel import PlanError, build_run, resolve
+from costmodel import PlanError, build_run, predict, resolve
 from costmodel.catalog import STRATEGIES
 
 ONE_B = {"params": "1B"}
@@ -95,6 +95,30 @@ def test_every_default_that_decides_figures_is_said() -> None:
         assert field in assumed, field
 
 
+def test_a_pipeline_in_pytorch_is_given_what_it_allows_and_says_so() -> None:
+    resolved = resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": {"pp": 4}})
+    run = resolved.run
+    assert (run.recipe.precision.name, run.model.tied_embeddings, run.recipe.grad_accum) == ("bf16-pure", False, 4)
+    assert "autocast is not predicted" in resolved.assumed["recipe.precision"]
+    assert "untied" in resolved.assumed["model"]
+    sharded = resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": {"pp": 4, "zero": 3}})
+    assert (sharded.run.plan.reshard_after_forward, sharded.run.recipe.precision.name) == (False, "bf16-mixed")
+    assert sharded.assumed["plan.reshard_after_forward"] == "false (under a pipeline FSDP2 keeps its parameters gathered)"
+    assert resolve({**ONE_B, "cluster": {"gpus": 8, "gpu": "v100"}, "plan": {"pp": 4}}).run.recipe.precision.name == "fp32"
+    for plan in ({"pp": 4, "strategy": "megatron"}, {"pp": 4, "framework": "megatron"}, {"zero": 3}):
+        other = resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": plan})
+        assert (other.run.recipe.precision.name, other.run.model.tied_embeddings, other.run.plan.reshard_after_forward) == ("bf16-mixed", True, True)
+        assert "plan.reshard_after_forward" not in other.assumed
+
+
+@pytest.mark.parametrize(("recipe", "model", "plan"), [
+    ({"precision": "bf16"}, {}, {}), ({}, {"tied_embeddings": True}, {}), ({}, {}, {"zero": 3, "reshard_after_forward": True})])
+def test_what_is_given_stays_though_a_pipeline_refuses_it(recipe: dict[str, Any], model: dict[str, Any], plan: dict[str, Any]) -> None:
+    given = {**ONE_B, "cluster": {"gpus": 8}, "plan": {"pp": 4, **plan}, "recipe": recipe, **({"model": model} if model else {})}
+    with pytest.raises(PlanError, match=r"autocast|tie weights|gathered"):
+        predict(resolve(given).run)
+
+
 def test_what_is_given_is_not_assumed() -> None:
     resolved = resolve({"model": "llama-3-8b", "cluster": {"gpu": "a100", "gpus": 8}, "plan": {"strategy": "fsdp", "framework": "pytorch"},
                         "recipe": {"seq_len": 1024, "precision": "bf16-pure", "attention": "fa2", "micro_batch": 2, "grad_accum": 1}})
@@ -139,7 +163,7 @@ def test_a_written_run_reads_back_as_itself() -> None:
     ({"plan": {"zero": "3"}}, "plan.zero = 3: a ZeRO stage is 0 (DDP), 1, 2 or 3 (FSDP). Use zero = 3."),
     ({"plan": {"tp": 3}}, "plan.tp = 3: model.heads = 32 must be a multiple of tp. Use tp = 2 or 4."),
     ({"plan": {"tp": 16}}, "plan.tp = 16: model.kv_heads = 8 must be a multiple of tp. Use tp = 8."),
-    ({"plan": {"pp": 16}}, "plan.pp = 16: 16 stages need at least 16 layers, and the model has 14. Use pp x virtual_stages <= 14."),
+    ({"plan": {"pp": 16, "framework": "megatron"}}, "plan.pp = 16: 16 stages need at least 16 layers, and the model has 14. Use pp x virtual_stages <= 14."),
     ({"plan": {"tpp": 2}}, "plan.tpp = 2: there is no such field. Did you mean tp?"),
     ({"tp": 2}, "tp = 2: there is no such field. Did you mean plan.tp?"),
     ({"plan": {"schedule": "1f2b"}}, "plan.schedule = 1f2b: is not one of the choices. Did you mean 1f1b? Use one of gpipe, 1f1b, interleaved, naive, "

@@ -13,6 +13,7 @@ from costmodel import build_run, predict
     ({"overlap_param_gather": True}, {"grad_accum_fusion": True}, "plan.overlap_param_gather, recipe.grad_accum_fusion"),
     ({"zero": 3, "bucket_mb": 50}, {}, "plan.bucket_bytes"),
     ({"gradient_as_bucket_view": True, "framework": "deepspeed", "zero": 2}, {}, "plan.gradient_as_bucket_view"),
+    ({"allgather_bucket_params": 10**7, "framework": "deepspeed", "zero": 2}, {}, "plan.allgather_bucket_params"),
     ({"checkpointing": {"every": 2}}, {"loss_chunks": 4, "moe_imbalance": 1.5}, "plan.checkpointing.every, recipe.loss_chunks, recipe.moe_imbalance"),
     ({"reshard_after_forward": False}, {}, "plan.reshard_after_forward")])
 def test_settings_without_effect_are_noted(plan: dict[str, Any], recipe: dict[str, Any], fields: str) -> None:
@@ -23,7 +24,7 @@ def test_settings_without_effect_are_noted(plan: dict[str, Any], recipe: dict[st
 @pytest.mark.parametrize("plan", [
     {"bucket_mb": 50, "gradient_as_bucket_view": True, "first_bucket_bytes": 1 << 31}, {"zero": 1, "bucket_mb": 50}, {"zero": 2, "bucket_mb": 50},
     {"zero": 3, "reshard_after_forward": False, "backward_prefetch": False},
-    {"framework": "deepspeed", "zero": 2, "bucket_mb": 50, "overlap_grad_reduce": True, "allgather_bucket_params": 10**7},
+    {"framework": "deepspeed", "zero": 2, "bucket_mb": 50, "overlap_grad_reduce": True},
     {"framework": "deepspeed", "zero": 3, "prefetch_bucket_params": 0, "max_live_params": 0},
     {"framework": "megatron", "zero": 1, "overlap_grad_reduce": False, "overlap_param_gather": True},
     {"framework": "megatron", "tp": 2, "pp": 2, "schedule": "gpipe", "tp_overlap": "async"}])

@@ -11,6 +11,7 @@ from costmodel.spec import Run
 from costmodel.spec.plan import Framework
 from costmodel.spec.presets import WORDS
 from costmodel.spec.recipe import AttentionKernel, LossKind
+from costmodel.spec.run import INTERLEAVED
 
 Kind = Literal["own", "derived", "idle"]
 """own: can be set. derived: follows from others, marked `=`. idle: without meaning in this run."""
@@ -119,8 +120,8 @@ SECTIONS: tuple[Section, ...] = (
         Field("plan.pp", "pp", "Pipeline stages: ranks that each hold some of the layers.", _constant(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64), _plan("pp")),
         Field("plan.schedule", "schedule", "The order of forwards and backwards in the pipeline.", _constant(*PREDICTED), _plan("schedule"),
               _where(lambda run: run.plan.pp > 1)),
-        Field("plan.virtual_stages", "virtual stages", "Model chunks per pipeline rank, for the interleaved schedule.", _constant(1, 2, 3, 4, 6, 8),
-              _plan("virtual_stages"), _where(lambda run: run.plan.schedule == "interleaved")),
+        Field("plan.virtual_stages", "virtual stages", "Model chunks per pipeline rank, for interleaved schedules.", _constant(1, 2, 3, 4, 6, 8),
+              _plan("virtual_stages"), _where(lambda run: run.plan.schedule in INTERLEAVED)),
         Field("plan.checkpointing", "checkpointing", "Which activations are computed again in backward instead of kept.",
               _constant("none", "selective", "selective:op", "every:2", "full"), _word("plan", "checkpointing", "none")),
     )),

@@ -32,26 +32,23 @@ def savings(run: Run) -> Iterator[Change]:
 
 def _sharding(run: Run) -> Iterator[Change]:
     p = run.plan
+    apart = {"plan.single_process": False} if p.single_process else {}
+    if apart:
+        yield Change("sharding", "DDP: a process per GPU, and no GPU fuller than another", apart)
     if p.dp * p.cp > 1:
         names = {"pytorch": {1: "ZeRO-1: optimizer state sharded", 2: "ZeRO-2: gradients sharded as well", 3: "FSDP2: parameters, gradients and state sharded"},
                  "deepspeed": {n: f"DeepSpeed ZeRO-{n}" for n in (1, 2, 3)}, "megatron": {1: "Megatron's distributed optimizer"}}.get(p.framework, {})
         for stage, words in names.items():
             if stage > p.zero:
-                yield Change("sharding", words, {"plan.zero": stage, **_keeps_gathered(run, stage, p.pp)})
+                yield Change("sharding", words, {"plan.zero": stage, **apart})
     if p.zero == 3 and p.dp_replicate > 1:
         yield Change("shards", f"shard over all {p.dp} data-parallel ranks", {"plan.dp_shard": p.dp})
     if p.zero == 3 and not p.reshard_after_forward and p.pp == 1:
         yield Change("reshard", "free gathered parameters after forward", {"plan.reshard_after_forward": True})
     if p.zero == 3 and not p.sync_each_micro_batch and run.recipe.grad_accum > 1 and p.pp == 1:
         yield Change("sync", "reduce gradients after every micro-batch", {"plan.sync_each_micro_batch": True})
-    if p.zero == 0 and p.framework == "pytorch" and p.dp > 1 and not p.gradient_as_bucket_view:
+    if p.zero == 0 and p.framework == "pytorch" and p.dp > 1 and not p.gradient_as_bucket_view and not p.single_process:
         yield Change("buckets", "gradients as views of DDP's buckets", {"plan.gradient_as_bucket_view": True})
-
-
-def _keeps_gathered(run: Run, zero: int, pp: int) -> dict[str, Any]:
-    """FSDP2 under a pipeline keeps its parameters gathered."""
-    p = run.plan
-    return {"plan.reshard_after_forward": False} if p.framework == "pytorch" and zero == 3 and pp > 1 and p.reshard_after_forward else {}
 
 
 def _checkpointing(run: Run) -> Iterator[Change]:
@@ -124,7 +121,7 @@ def _pipelines(run: Run) -> Iterator[Change]:
     p = run.plan
     pp = 2 * p.pp
     while pp <= min(run.cluster.gpus, run.model.layers):
-        yield Change("pp", f"a pipeline of {pp} stages", {"plan.pp": pp, **_keeps_gathered(run, p.zero, pp)})
+        yield Change("pp", f"a pipeline of {pp} stages", {"plan.pp": pp})
         pp *= 2
     if p.pp > 1 and p.schedule in ("gpipe", "interleaved"):
         yield Change("schedule", "the 1F1B schedule: fewer micro-batches in flight", {"plan.schedule": "1f1b"})
@@ -179,6 +176,8 @@ def _quicker_kernels(run: Run) -> Iterator[Change]:
 
 def _less_sharding(run: Run) -> Iterator[Change]:
     p = run.plan
+    if p.single_process:
+        yield Change("sharding", "DDP: a process per GPU", {"plan.single_process": False})
     if p.zero == 3 and p.reshard_after_forward:
         yield Change("reshard", "keep gathered parameters until backward", {"plan.reshard_after_forward": False})
     node = run.cluster.gpus_in_node // p.tp
@@ -205,3 +204,5 @@ def _less_model_parallel(run: Run) -> Iterator[Change]:
         yield Change("pp", f"a pipeline of {pp} stages" if pp > 1 else "no pipeline", {"plan.pp": pp})
     if p.pp > 1 and p.schedule != "interleaved":
         yield Change("schedule", "the interleaved schedule: a smaller bubble", {"plan.schedule": "interleaved"})
+    if p.pp > 1 and p.schedule == "1f1b" and p.framework == "pytorch" and p.dp == 1:
+        yield Change("schedule", "a zero-bubble schedule: gradients of weights fill the bubble", {"plan.schedule": "zb-h1"})

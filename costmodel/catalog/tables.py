@@ -103,7 +103,7 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
     Strategy("single", "nothing", "nothing", "nothing", "more than one rank", True),
     Strategy("dataparallel", "the batch, over the GPUs of one process", "nothing; GPU 0 also holds the gathered outputs and gradients",
              "parameters from GPU 0 to the others in each forward, outputs back to it, gradients summed on it after each backward",
-             "more than one node", False, "torch.nn.DataParallel"),
+             "more than one node", True, "torch.nn.DataParallel"),
     Strategy("ddp", "the batch", "nothing", "all-reduce of gradients, 2(n-1)/n of their bytes, in buckets during the last micro-batch's backward",
              "a model whose whole training state exceeds one device", True,
              "Li et al. 2020 (arXiv 2006.15704); Megatron without distributed optimizer does the same"),

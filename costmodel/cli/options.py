@@ -61,7 +61,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--tp", "plan.tp", "whole", "Tensor-parallel degree."),
     Flag("--sequence-parallel", "plan.sequence_parallel", "switch", "Split activations outside the tensor-parallel regions over tp."),
     Flag("--pp", "plan.pp", "whole", "Pipeline stages."),
-    Flag("--schedule", "plan.schedule", "word", "Pipeline schedule: gpipe, 1f1b, interleaved, … Default: 1f1b."),
+    Flag("--schedule", "plan.schedule", "word", "Pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, … Default: 1f1b."),
     Flag("--virtual-stages", "plan.virtual_stages", "whole", "Model chunks per pipeline rank, for interleaved schedules."),
     Flag("--cp", "plan.cp", "whole", "Context-parallel degree: ranks that share one sequence."),
     Flag("--cp-kind", "plan.cp_kind", "word", "How the ranks of a sequence see the whole of it: ring, allgather or ulysses. Default: ring."),

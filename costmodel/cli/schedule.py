@@ -78,26 +78,33 @@ def _is_bare(given: Given) -> bool:
 
 def _bare(given: Given) -> tuple[str, int, int, int]:
     """Schedule, ranks, stages a rank and micro-batches from the degrees alone, under the rules of a run."""
+    from costmodel.spec.run import INTERLEAVED, V_SHAPED
     plan, recipe = given.mapping.get("plan", {}), given.mapping.get("recipe", {})
     if plan.get("pp") is None:
         raise InputError("--pp: a schedule needs pipeline ranks. Use --pp 4 --micro-batches 8, or give a run.")
     name = str(plan.get("schedule") or "1f1b")
     _known(given, name)
-    p, v = plan["pp"], plan.get("virtual_stages") or 1
+    p, v = plan["pp"], plan.get("virtual_stages") or (2 if name in V_SHAPED else 1)
     m = recipe.get("grad_accum", p)
     for flag, field, value in (("--pp", "plan.pp", p), ("--virtual-stages", "plan.virtual_stages", plan.get("virtual_stages", 1)),
                                ("--micro-batches", "recipe.grad_accum", m)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             written = given.origins[field].text if field in given.origins else f"{flag} {value}"
             raise InputError(f"{written}: must be a whole number of at least 1. Use {flag} 4.")
-    if v > 1 and name != "interleaved":
+    if v > 1 and name not in INTERLEAVED:
         raise InputError(f"--virtual-stages {v}: schedule {name} has one stage a rank. Use --schedule interleaved, or --virtual-stages 1.")
-    if name == "interleaved" and v == 1:
-        raise InputError("--virtual-stages 1: an interleaved schedule has at least 2 stages a rank. Use --virtual-stages 2, or --schedule 1f1b.")
+    if name in INTERLEAVED and v == 1:
+        other = "1f1b" if name == "interleaved" else "zb-h1"
+        raise InputError(f"--virtual-stages 1: an interleaved schedule has at least 2 stages a rank. Use --virtual-stages 2, or --schedule {other}.")
+    if name in V_SHAPED and v != 2:
+        raise InputError(f"--virtual-stages {v}: schedule {name} has two stages a rank. Use --virtual-stages 2, or --schedule interleaved-zb.")
     rounds = max(1, m // p)
-    if name == "interleaved" and m % rounds:
-        raise InputError(f"--micro-batches {m}: the interleaved schedule needs micro-batches in {rounds} equal rounds. "
+    if name in ("interleaved", "interleaved-zb", "zb-h1") and m % rounds:
+        raise InputError(f"--micro-batches {m}: the {name} schedule needs micro-batches in {rounds} equal rounds. "
                          f"Use --micro-batches {max(p, round(m / p) * p)}.")
+    if name == "dualpipev" and m < 2 * p:
+        raise InputError(f"--micro-batches {m}: dualpipev needs at least as many micro-batches as stages, {2 * p}. "
+                         f"Use --micro-batches {2 * p}, or --schedule zbv.")
     return name, p, v, m
 
 

@@ -1,13 +1,17 @@
 """`costmodel waterfall`: where the step's time goes, from the peak of the data sheet to the MFU."""
 
 import re
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from costmodel.cli.guard import InputError, shown
 from costmodel.cli.options import Given, takes_run
 from costmodel.cli.screen import json_text, screen
+
+if TYPE_CHECKING:
+    from costmodel.spec import Run
 
 SCHEMA = 1
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6}
@@ -32,11 +36,29 @@ def measured_step(text: str, tokens_per_step: int, gpus: int, ideal_s: float) ->
     return tokens_per_step / (number * _SCALE[scale.lower()] * (gpus if each else 1))
 
 
+def recorded_step(path: Path, run: "Run") -> float:
+    """Seconds of the step that a record of `execute run` measured; of the same job as the run's, as far as its size tells."""
+    from costmodel.records import RecordError, read_record
+    try:
+        record = read_record(path)
+    except RecordError as error:
+        raise InputError(f"--measured {error}") from None
+    step_s = record.report.step_s if record.report is not None else None
+    if record.provenance != "run" or step_s is None:
+        raise InputError(f"--measured {path}: it holds no step of a whole job. Give a record of `execute run`, or the time itself.")
+    theirs, ours = ((r.tokens_per_step, r.cluster.gpus) for r in (record.run, run))
+    if theirs != ours:
+        raise InputError(f"--measured {path}: its step has {theirs[0]:,} tokens on {theirs[1]} GPUs, and the run {ours[0]:,} on {ours[1]}. "
+                         f"Predict that very job: costmodel waterfall {path} --measured {path}.")
+    return step_s
+
+
 @takes_run
 def waterfall(
     given: Given,
     measured: Annotated[str | None, typer.Option(metavar="STEP", show_default=False, help="A measured step, to see what the prediction leaves "
-                                                 "unexplained: 2.84s, 910ms, \"12000 tok/s\" (of the job), \"1500 tok/s/gpu\" or an MFU, 31%.")] = None,
+                                                 "unexplained: 2.84s, 910ms, \"12000 tok/s\" (of the job), \"1500 tok/s/gpu\", an MFU, 31%; "
+                                                 "or a record of `execute run`, FILE.json.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/report.md) instead of the text.", show_default=False)] = False,
 ) -> None:
     """Show where the step's time goes: from the peak of the data sheet, cause by cause, down to the MFU.
@@ -53,7 +75,9 @@ def waterfall(
         report = predict(run, profile, scaling=False)
         bars = fall(run, report, profile)
         if measured is not None:
-            bars = fall(run, report, profile, measured_step(measured, run.tokens_per_step, run.cluster.gpus, bars.ideal_s))
+            took = (recorded_step(Path(measured), run) if measured.lower().endswith(".json")
+                    else measured_step(measured, run.tokens_per_step, run.cluster.gpus, bars.ideal_s))
+            bars = fall(run, report, profile, took)
     if as_json:
         data = {"schema": SCHEMA, "run": run.model_dump(mode="json"), "profile": {"name": profile.name, "guess": profile.guess}, "waterfall": bars.to_dict()}
         print(json_text(data), end="")

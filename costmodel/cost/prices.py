@@ -68,6 +68,9 @@ class RunPrices:
             self.launch["optimizer"] = profile.value(eager["optimizer"]) * multiplier
         else:
             self.launch = {phase: profile.value(key) * multiplier for phase, key in eager.items()}
+        if run.plan.single_process:  # threads that share one interpreter launch forwards one after the other; backward has a C++ thread per GPU
+            for phase in ("forward", "recompute"):
+                self.launch[phase] *= run.plan.dp
         self.collective_host_s = profile.value("host.collective_s") * multiplier
         which = {"foreach": "foreach_s", "fused": "fused_s", "for-loop": "for_loop_s"}[r.optimizer.implementation]
         self.per_tensor_s = profile.value(f"host.optimizer.{which}") * multiplier

@@ -3,7 +3,7 @@
 Everything is read off the program of one rank role and the prediction made from it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from costmodel.catalog.profiles import Profile, load_profile
@@ -69,12 +69,14 @@ def explain(run: Run, report: StepReport | None = None, profile: Profile | str |
     mesh, prices = mesh_of(run), RunPrices(run, base)
     links = {groups.axis: link_words(groups) for groups in mesh.groups}
     where = placements(builders[0], mesh)
-    each = terms(builders, names, role.memory.states)
+    passing = sum(t.nbytes for b in builders for t in b.strategy.kept_gradients()) if "gradients" not in role.memory.states else 0
+    memory = replace(role.memory, states={**role.memory.states, "gradients": passing}) if passing else role.memory
+    each = terms(builders, names, memory.states, until_update=passing > 0)
     whole: dict[str, float] = {}
     for term in each:
-        if term.between_steps and term.category != "communication":
+        if (term.between_steps or term.category == "gradients") and term.category != "communication":
             whole[term.category] = whole.get(term.category, 0.0) + term.whole
-    held = holdings(run, builders, where, role.memory, whole)
+    held = holdings(run, builders, where, memory, whole)
     sent = movements(block_counts(step), prices, mesh, timeline(run, base, role=index), role.time.exposed_s if role.time else {})
     split = layer_split(builders[0], step, single_builder(single_gpu(run), program)) if run.plan.tp > 1 else None
     return Explanation(role.role, role.ranks, role.example_rank, run.model.params, sum(b.strategy.inventory.numel for b in builders),

@@ -52,7 +52,8 @@ class Holding:
     name: str
     """batch, parameters, gradients, master_weights, optimizer, activations."""
     here_bytes: int
-    """State between two steps; of a batch, one micro-batch; of activations, the most that are saved at once."""
+    """State between two steps (gradients: until the update, where it drops them); of a batch, one micro-batch; of activations, the most that are saved
+    at once."""
     whole_bytes: int | None
     """What one rank would hold that spreads nothing; of a batch, that of the whole step. None for activations, which depend on when."""
     placements: dict[str, Placement]

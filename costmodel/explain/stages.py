@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from costmodel.program.parallel.pipeline import stages_of
-from costmodel.program.schedule import FORWARD, rank_of, rank_order
+from costmodel.program.schedule import most_held, rank_of, rank_order
 from costmodel.spec import Run
 
 
@@ -36,15 +36,6 @@ def pipeline(run: Run) -> Pipeline:
     p, m = run.plan, run.micro_batches
     out, first = [], 0
     for s in stages_of(run):
-        out.append(StageHeld(s.number, rank_of(s.number, p.pp), first, s.layers, s.first, s.last))
+        out.append(StageHeld(s.number, rank_of(p.schedule, s.number, p.pp), first, s.layers, s.first, s.last))
         first += s.layers
-    return Pipeline(p.schedule, m, tuple(out), tuple(_in_flight(run, rank) for rank in range(p.pp)))
-
-
-def _in_flight(run: Run, rank: int) -> int:
-    p = run.plan
-    held = most = 0
-    for action in rank_order(p.schedule, p.pp, p.virtual_stages, run.micro_batches, rank):
-        held += 1 if action.kind == FORWARD else -1
-        most = max(most, held)
-    return most
+    return Pipeline(p.schedule, m, tuple(out), tuple(most_held(rank_order(p.schedule, p.pp, p.virtual_stages, m, rank)) for rank in range(p.pp)))

@@ -24,11 +24,11 @@ class Term:
     """On this rank, for each parameter that it works with: shards made it smaller, tensor and pipeline parallelism gave it fewer
     parameters."""
     between_steps: bool
-    """It lives from step to step; else it exists during forward and backward alone."""
+    """It lives from step to step; else it exists during forward and backward alone, or until the update."""
 
 
-def terms(builders: list[Builder], roles: list[str], states: dict[str, int]) -> tuple[Term, ...]:
-    """The terms of a rank; `states` are its bytes between steps, by category, which the terms of each sum to.
+def terms(builders: list[Builder], roles: list[str], states: dict[str, int], *, until_update: bool = False) -> tuple[Term, ...]:
+    """The terms of a rank; `states` are its bytes between steps, by category, which the terms of each sum to; `until_update`: gradients go then.
 
     Categories without a parameter (tables, workspaces) are left out.
     """
@@ -43,9 +43,9 @@ def terms(builders: list[Builder], roles: list[str], states: dict[str, int]) -> 
             out.append(Term(name, category, dtype, whole, nbytes / numel, between))
 
     term("parameters", "parameters", p.parameter, DTYPE_BYTES[p.parameter], states.get("parameters", 0))
-    if p.master:
-        term("master weights", "master_weights", p.master, DTYPE_BYTES[p.master], states.get("master_weights", 0))
-    term("gradients", "gradients", p.gradient, DTYPE_BYTES[p.gradient], states.get("gradients", 0))
+    if p.master or states.get("master_weights"):
+        term("master weights", "master_weights", p.master or p.parameter, DTYPE_BYTES[p.master] if p.master else 0.0, states.get("master_weights", 0))
+    term("gradients", "gradients", p.gradient, DTYPE_BYTES[p.gradient], states.get("gradients", 0), not until_update)
     for name, whole, here in _optimizer(first, updates, numel):
         term(NAMES.get(name, name), "optimizer", "int8" if first.run.recipe.optimizer.name == "adam8bit" else p.optimizer_state, whole, here)
     received = sum(t.nbytes for b in builders for t in b.links.buffers())

@@ -55,8 +55,8 @@ def what(op: Op, phase: str) -> str:
     if axis == "pp":
         return ACTIVATIONS if name.endswith("activation") else ACTIVATION_GRADIENTS
     if axis == "cp":
-        if name.endswith(".all_to_all"):
-            return ACTIVATION_GRADIENTS if name.endswith(".all_to_all.all_to_all") else ACTIVATIONS
+        if name.endswith((".all_to_all", ".all_to_all_gradient")):
+            return ACTIVATION_GRADIENTS if name.endswith("_gradient") else ACTIVATIONS
         return KEYS_VALUES_GRADIENTS if name.endswith("_gradient") else KEYS_VALUES
     if axis == "tp":
         if name.startswith("loss."):

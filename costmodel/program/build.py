@@ -1,16 +1,16 @@
 """From a Run to the program of each rank role: the units are recorded once, the strategy adds what it sends and keeps."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from costmodel.program.halves import Halves
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
 from costmodel.program.layers import (
     Numbers,
     Unit,
-    batch_tensors,
     constant_tensors,
     embedding_unit,
     head_unit,
@@ -20,6 +20,7 @@ from costmodel.program.layers import (
 )
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy
 from costmodel.program.parallel.context import ContextParallel
+from costmodel.program.parallel.dataparallel import DataParallel
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
 from costmodel.program.parallel.expert import refusals as expert_refusals
@@ -78,6 +79,8 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
         return Zero2(run, numbers, inventory)
     if p.zero == 1:
         return Zero1(run, numbers, inventory)
+    if p.single_process and p.dp > 1:
+        return DataParallel(run, numbers, inventory)
     return DDP(run, numbers, inventory) if p.dp * p.cp > 1 else Strategy(run, numbers, inventory)
 
 
@@ -101,7 +104,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
              "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
-            (p.single_process, "plan.strategy", "dataparallel", "DataParallel", "Use DDP."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
             (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
@@ -153,6 +155,7 @@ class Builder:
         self.sends: dict[str, list[tuple[Part, int]]] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
         self.raw_backward: dict[object, Marked] = like.raw_backward if like else {}
+        self.halves: dict[object, Halves] = like.halves if like else {}
         layer = self.unit[LAYER]
         assert layer.entry is not None
         self.links = Links(run, self.stage, layer.entry.numel // run.model.hidden, layer.entry.dtype)
@@ -220,7 +223,7 @@ class Builder:
                                            cached=cached)
         return self.raw[key]
 
-    def _saves_entry(self, unit: str) -> bool:
+    def saves_entry(self, unit: str) -> bool:
         entry = self.unit[unit].entry
         return entry is not None and entry.saves > 0
 
@@ -240,7 +243,7 @@ class Builder:
             if chk and self.group > 1:
                 parts += [(self._forward_block(i, micro, chk, i % self.group != 0, variant), 1) for i in range(first, first + n)]
             else:
-                drop = not chk and not self._saves_entry(LAYER) and not self.borrowed[first][0]
+                drop = not chk and not self.saves_entry(LAYER) and not self.borrowed[first][0]
                 parts.append((self._forward_block(first, micro, chk, drop, variant), n))
         return parts
 
@@ -265,15 +268,16 @@ class Builder:
             self.cores[key] = Block(unit, "forward", tuple(self._placed(unit, ops, "forward")))
         return self.cores[key]
 
-    def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY, *, again: bool = False) -> list[Op]:
+    def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY) -> list[Op]:
         """The ops of a unit, with what the strategy does at its marks."""
         if not self.unit[unit].tape.marked:
             return ops
+        again = phase == "backward" and self.checkpointed[index]
         return [each for op in ops for each in (self.strategy.at_mark(op.name, phase, index, micro, again=again) if op.kind == "mark" else (op,))]
 
     def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Part:
         alone = self.layers == 0 and self.links.borrows_input
-        s, drop = self.strategy, unit == HEAD and not self._saves_entry(HEAD) and not alone
+        s, drop = self.strategy, unit == HEAD and not self.saves_entry(HEAD) and not alone
         core = self.forward_core(unit, save=True, drop=drop)
         if replaces:
             core = self._replacing(core)
@@ -291,7 +295,7 @@ class Builder:
         """The unit's backward as the tape derives it, and which gradients are there after so many of its ops."""
         key = (unit, borrowed)
         if key not in self.raw_backward:
-            u, frees = self.unit[unit], self._saves_entry(unit)
+            u, frees = self.unit[unit], self.saves_entry(unit)
             if borrowed[0] and frees:
                 assert u.entry is not None
                 ops, marks = self._raw_backward(unit, (False, borrowed[1]))
@@ -304,18 +308,22 @@ class Builder:
                 self.raw_backward[key] = ops, marks
         return self.raw_backward[key]
 
-    def _with_gradients(self, unit: str, index: int, micro: str, borrowed: tuple[bool, bool], *, again: bool) -> tuple[list[Op], list[int]]:
-        """The unit's backward, with what the strategy does as each gradient appears, and where in it the tape's own ops are.
+    def with_gradients(self, unit: str, index: int, micro: str, items: Sequence[Op | GradReady]) -> list[Op]:
+        """A unit's backward, with what the strategy does as each gradient appears."""
+        return self._with_gradients(unit, index, micro, _marked(items))[0]
+
+    def _with_gradients(self, unit: str, index: int, micro: str, items: Marked) -> tuple[list[Op], list[int]]:
+        """A unit's backward, with what the strategy does as each gradient appears, and where in it the tape's own ops are.
 
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
-        ops, marks = self._raw_backward(unit, borrowed)
+        ops, marks = items
         done = 0
         places: list[int] = []
         for at, item in marks:
             places += range(len(out), len(out) + at - done)
-            out += self._placed(unit, ops[done:at], "backward", index, micro, again=again)
+            out += self._placed(unit, ops[done:at], "backward", index, micro)
             done = at
             tied = self.tied and item.param.name == "embedding.weight"
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
@@ -332,7 +340,7 @@ class Builder:
                 out[-1] = out[-1].taking(allocs)
             out += more
         places += range(len(out), len(out) + len(ops) - done)
-        return out + self._placed(unit, ops[done:], "backward", index, micro, again=again), places
+        return out + self._placed(unit, ops[done:], "backward", index, micro), places
 
     def backward_layers(self, micro: str) -> list[tuple[Part, int]]:
         """Blocks of the layers' backward, last layer first; a checkpointed layer or group is computed again before its own."""
@@ -357,7 +365,7 @@ class Builder:
     def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Part:
         """A layer of the checkpoint `span` (its first and last layer) runs forward again, saving; the last one stops early."""
         first, last = span
-        drop = index > first and not self._saves_entry(LAYER)
+        drop = index > first and not self.saves_entry(LAYER)
         key = ("recompute", micro, drop, variant, *self._place(index, span))
         if key not in self.parts:
             core_key = (LAYER, "recompute", drop, index == last)
@@ -377,7 +385,7 @@ class Builder:
         """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
         s, u = self.strategy, self.unit[LAYER]
         borrowed = self.borrowed[index]
-        release = span is not None and index == span[0] and not self._saves_entry(LAYER) and not borrowed[0]
+        release = span is not None and index == span[0] and not self.saves_entry(LAYER) and not borrowed[0]
         key = ("backward", micro, release, borrowed, variant, *(self._place(index, span) if span else ()))
         if key not in self.parts:
             before = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
@@ -406,7 +414,7 @@ class Builder:
             if own is not None and not marked:
                 core = Block(unit, "backward", self._borrowing(unit, own.ops, self.places[id(own)], borrowed), own)
             else:
-                ops, places = self._with_gradients(unit, index, micro, borrowed, again=again)
+                ops, places = self._with_gradients(unit, index, micro, self._raw_backward(unit, borrowed))
                 core = Block(unit, "backward", tuple(ops), own)
                 self.places[id(core)] = places
             self.cores[key] = core
@@ -454,7 +462,7 @@ class Builder:
     def _forward(self, micro: str) -> Seq:
         s, stage, links = self.strategy, self.stage, self.links
         whole = stage.number == WHOLE
-        batch = batch_tensors(self.run) if whole else ()
+        batch = self.strategy.batch() if whole else ()
         enter = [Op("batch", "host", kernels=0, allocs=batch), *links.before_forward(), *s.forward_begin(micro)]
         leave = [*s.forward_end(micro), *links.after_forward()]
         if self.numbers.autocast and any(self.checkpointed):
@@ -480,7 +488,7 @@ class Builder:
             loss = Tensor("grad:loss", "temporaries", head.exit.nbytes)
             start = [Op("loss.grad", "memory", nbytes=8.0, allocs=(loss,)), *s.backward_begin(micro)]
             parts.append(self.backward_edge(HEAD, micro, start, []))
-            done = (Tensor("loss", "activations", head.exit.nbytes), *(batch_tensors(self.run) if whole else ()))
+            done = (Tensor("loss", "activations", head.exit.nbytes), *(s.batch() if whole else ()))
             ending.append(Op("loss.release", "host", kernels=0, frees=done))
         else:
             parts.append(self.small("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
@@ -490,12 +498,13 @@ class Builder:
         return seq(*parts)
 
     def kept_output(self) -> tuple[Tensor, ...]:
-        """What PyTorch's pipeline holds of a micro-batch from its forward to its backward: the stage's output, the last one's logits."""
-        if not self.links.torch:
+        """What is held of a micro-batch from its forward to its backward: by PyTorch's pipeline the stage's output, the last one's logits; the
+        logits that DataParallel gathered."""
+        if not (self.links.torch or self.run.plan.single_process):
             return ()
         if self.stage.last:
             return tuple(Tensor(v.name, "activations", v.own_bytes) for v in self.unit[HEAD].kept)
-        return (Tensor("hidden", "activations", self.links.message),)
+        return () if self.links.local_after else (Tensor("hidden", "activations", self.links.message),)
 
     def micro_batch(self, micro: str) -> Seq:
         """One forward and backward."""
@@ -533,7 +542,7 @@ class Builder:
         return seq(*parts)
 
 
-def _marked(items: list[Op | GradReady]) -> Marked:
+def _marked(items: Sequence[Op | GradReady]) -> Marked:
     """Ops and the gradients between them, apart."""
     at = [i for i, item in enumerate(items) if isinstance(item, GradReady)]
     return [item for item in items if isinstance(item, Op)], [(i - before, items[i]) for before, i in enumerate(at)]  # type: ignore[misc]
@@ -569,7 +578,8 @@ def single_builder(run: Run, like: Program) -> Builder:
     """A builder for one GPU that spreads nothing, with the same model, recipe and kernels as `like`; it uses the recorded units and
     their ops again where both run the same local shapes."""
     spread = like.builder.run.plan
-    same = (spread.tp, spread.cp, spread.ep) == (run.plan.tp, run.plan.cp, run.plan.ep) and like.inventory.layers == run.model.layers
+    same = ((spread.tp, spread.cp, spread.ep) == (run.plan.tp, run.plan.cp, run.plan.ep) and like.inventory.layers == run.model.layers
+            and not spread.single_process)
     inventory = like.inventory if same else inventory_of(run)
     return Builder(run, like.numbers, Strategy(run, like.numbers, inventory), inventory, like.builder if same else None)
 

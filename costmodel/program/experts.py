@@ -34,7 +34,7 @@ def mixture(w: "Walk", x: Value) -> Value:
     n = x.numel // w.run.model.hidden
     share = _route(w, x, n, moe.experts, moe.top_k)
     if w.tp.megatron:
-        y = _summed(w, _megatron_rows(w, ep, x, n * moe.top_k), n)
+        y = _among_all(w, ep, x, n * moe.top_k) if ep.gathers else _summed(w, _megatron_rows(w, ep, x, n * moe.top_k), n)
     else:
         weights = _sorted_share(w, share)
         y = _summed(w, _weighted_rows(w, ep, x, weights, n * moe.top_k), n)
@@ -194,8 +194,8 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
     """
     h, tape, t = w.run.model.hidden, w.tape, w.tp.t
     received = ep.received(routed)
-    rows = _gathered(w, x, "experts.rows", routed)
     tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
+    rows = _gathered(w, x, "experts.rows", routed)
     if ep.n > 1:
         if ep.event:
             tape.record("experts.earlier", "wait", (), (), kernels=0, event=ep.event)
@@ -215,6 +215,29 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
         if ep.event:
             tape.record("experts.later", "host", (), (), kernels=0, backs=(Back("wait", "wait", kernels=0, event=ep.event),))
     return out
+
+
+def _among_all(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
+    """Megatron's all-gather dispatcher: the tokens of all ranks of the group, of which each takes the rows for its experts; results are summed where
+    their tokens came from by a reduce-scatter (core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher)."""
+    h, tape, t = w.run.model.hidden, w.tape, w.tp.t
+    tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
+    tokens = w.tp.enter(w, x, "experts")
+    gather, scatter = ep.exchange_all(tokens.numel * ep.n, x.dtype)
+    if ep.n > 1:
+        everyone = tape.value("experts.everyone", tokens.numel * ep.n, x.dtype)
+        tape.record("experts.all_gather", "collective", (tokens,), (everyone,), comm=gather, dtype=x.dtype,
+                    backs=(Back("reduce_scatter", "collective", 0, comm=scatter, dtype=x.dtype),))
+        tokens = everyone
+    received = ep.received(routed) * t
+    _index(w, received)
+    y = _summed(w, _megatron_block(w, ep, _gathered(w, tokens, "experts.rows", received), received), tokens.numel // h)
+    if ep.n > 1:
+        mine = tape.value("experts.mine", y.numel // ep.n, y.dtype)
+        tape.record("experts.reduce_scatter", "collective", (y,), (mine,), comm=scatter, dtype=y.dtype,
+                    backs=(Back("all_gather", "collective", 0, comm=gather, dtype=y.dtype),))
+        y = mine
+    return w.tp.leave(w, y, "experts")
 
 
 def _megatron_block(w: "Walk", ep: ExpertParallel, rows: Value, n: int) -> Value:

@@ -7,7 +7,7 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 from dataclasses import dataclass
 
 from costmodel.program.experts import mixture
-from costmodel.program.ir import Tensor
+from costmodel.program.ir import Comm, Tensor
 from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
@@ -310,7 +310,7 @@ class Walk:
         if m.positions == "rope":
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
-        q, k, v = (self.cast(t, n.act) for t in self.cp.contiguous(self, (q, k, v), fused=fused))
+        q, k, v = self.cp.enter(self, tuple(self.cast(t, n.act) for t in (q, k, v)), fused=fused)
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
         chk = self.run.plan.checkpointing
@@ -318,6 +318,7 @@ class Walk:
             out = self._checkpointed_core(q, k, v)
         else:
             out = self.attention_core(q, k, v)
+        out = self.cp.leave(self, out)
         return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
 
     def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:
@@ -335,7 +336,7 @@ class Walk:
                 view.own_bytes = 0
             views[-1].own_bytes = total
         backs = tuple(b if b.apart else b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
-        cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total)
+        cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total, joins=True)
         self.tape.record(node.name, node.kind, node.inputs, views, saved=node.saved, extra=node.extra, backs=(cat, *backs),
                          flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)
         return views
@@ -589,10 +590,44 @@ def head_unit(run: Run, numbers: Numbers) -> Unit:
         name = "embedding" if m.tied_embeddings else "head"
         logits = w.linear(w.tp.enter(w, y, "head"), name, w.vocab, m.hidden, m.head_bias)
         logits = w.tp.gather_logits(w, logits)
+        alone = run.plan.single_process and run.plan.dp > 1
+        if alone:
+            logits = _gathered(w, logits)
         loss = _cross_entropy(w, logits, r.loss == "bf16")
-        kept = (logits,) if run.plan.pp > 1 and run.plan.framework == "pytorch" else ()
+        kept = (logits,) if alone or (run.plan.pp > 1 and run.plan.framework == "pytorch") else ()
     y.last_use = len(w.tape.nodes) - 1
     return Unit(w.tape, x, loss, w.matmul_flops, 0.0, w.weights_cast, kept)
+
+
+def replica_head_unit(run: Run, numbers: Numbers) -> Unit:
+    """Final norm and output matrix on one of DataParallel's other GPUs, whose logits go to GPU 0 and whose gradient comes from there."""
+    m = run.model
+    w = Walk(run, numbers)
+    x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
+    y = w.norm(x, "final_norm", m.hidden) if m.final_norm else x
+    logits = w.linear(y, "embedding" if m.tied_embeddings else "head", w.vocab, m.hidden, m.head_bias)
+    sent = w.tape.value("loss", 1, "fp32")
+    sends, receives = _moved(w, logits)
+    w.tape.record("gather logits", "collective", (logits,), (sent,), comm=sends, dtype=logits.dtype, kernels=0,
+                  backs=(Back("scatter", "collective", 0, comm=receives, dtype=logits.dtype),))
+    y.last_use = len(w.tape.nodes) - 1
+    return Unit(w.tape, x, sent, w.matmul_flops, 0.0, w.weights_cast)
+
+
+def _gathered(w: Walk, logits: Value) -> Value:
+    """The logits of all GPUs on GPU 0; in backward its own part of their gradient is a view."""
+    whole = w.tape.value("logits of all", w.run.plan.dp * logits.numel, logits.dtype)
+    sends, receives = _moved(w, logits)
+    w.tape.record("gather logits", "collective", (logits,), (whole,), comm=sends, dtype=logits.dtype, kernels=0,
+                  backs=(Back("scatter", "collective", None, comm=receives, dtype=logits.dtype), Back("own", "memory", 0, alias=True)))
+    return whole
+
+
+def _moved(w: Walk, logits: Value) -> tuple[Comm, Comm]:
+    """DataParallel's gather of the logits to GPU 0, and the scatter of their gradient."""
+    n = w.run.plan.dp
+    return (Comm("dp_replicate", "gather", n * logits.nbytes, logits.nbytes, n * logits.nbytes, logits.dtype, n),
+            Comm("dp_replicate", "scatter", n * logits.nbytes, n * logits.nbytes, logits.nbytes, logits.dtype, n))
 
 
 def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:

@@ -3,6 +3,7 @@
 `naive` runs one micro-batch at a time through all stages. `gpipe` runs all forwards, then all backwards (arXiv 1811.06965). `1f1b` warms up
 with p - r forwards on rank r, then alternates (arXiv 2006.09503). `interleaved` gives each rank v stages, p apart, and runs them depth
 first (arXiv 2104.04473). The orders of gpipe, 1f1b and interleaved are those of torch.distributed.pipelining, action by action.
+Schedules that split backward are in zerobubble.py.
 """
 
 from collections.abc import Sequence
@@ -10,18 +11,12 @@ from functools import lru_cache
 from operator import sub
 from typing import NamedTuple
 
+from costmodel.program.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from costmodel.program.ir import periods
+from costmodel.program.zerobubble import SPLIT, split_order, words
+from costmodel.spec.run import V_SHAPED
 
-FORWARD, BACKWARD = "F", "B"
-PREDICTED = ("naive", "gpipe", "1f1b", "interleaved")
-
-
-class Action(NamedTuple):
-    """Forward or backward of one micro-batch on one stage."""
-
-    kind: str
-    stage: int
-    micro: int
+PREDICTED = ("naive", "gpipe", "1f1b", "interleaved", *SPLIT)
 
 
 class Cell(NamedTuple):
@@ -32,9 +27,14 @@ class Cell(NamedTuple):
     end: float
 
 
-def rank_of(stage: int, p: int) -> int:
-    """The pipeline rank that holds a stage: stages go round robin."""
-    return stage % p
+def rank_of(schedule: str, stage: int, p: int) -> int:
+    """The pipeline rank that holds a stage: stages go round robin, or there and back as a V."""
+    return 2 * p - 1 - stage if schedule in V_SHAPED and stage >= p else stage % p
+
+
+def stages_on(schedule: str, p: int, v: int, rank: int) -> tuple[int, ...]:
+    """The stages that a rank holds, in order of the model."""
+    return (rank, 2 * p - 1 - rank) if schedule in V_SHAPED else tuple(range(rank, p * v, p))
 
 
 @lru_cache(maxsize=256)
@@ -42,6 +42,8 @@ def rank_order(schedule: str, p: int, v: int, m: int, rank: int) -> tuple[Action
     """The actions of one rank, in order. p ranks, v stages a rank, m micro-batches."""
     if schedule == "interleaved":
         return _interleaved(p, v, m, rank)
+    if schedule in SPLIT:
+        return split_order(schedule, p, v, m, rank)
     forward = [Action(FORWARD, rank, i) for i in range(m)]
     backward = [Action(BACKWARD, rank, i) for i in range(m)]
     if schedule == "gpipe":
@@ -74,8 +76,17 @@ def _interleaved(p: int, v: int, m: int, rank: int) -> tuple[Action, ...]:
     return tuple(out)
 
 
+def most_held(order: Sequence[Action]) -> int:
+    """The most micro-batches whose forward is done and whose backward is not, in all its passes, over the order of one rank."""
+    held = most = 0
+    for action in order:
+        held += (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT))
+        most = max(most, held)
+    return most
+
+
 class Slot(NamedTuple):
-    """A forward or backward of one class of micro-batch (only, first, middle, last) on a stage."""
+    """A pass of one class of micro-batch (only, first, middle, last; of a split backward zerobubble.words) through a stage."""
 
     kind: str
     stage: int
@@ -92,8 +103,12 @@ def micro_class(index: int, count: int) -> str:
 @lru_cache(maxsize=256)
 def slot_pattern(schedule: str, p: int, v: int, m: int, rank: int) -> tuple[tuple[tuple[Slot, ...], int], ...]:
     """The slots of a rank in order, as stretches that repeat: (slots, how often)."""
-    slots = [Slot(kind, stage, micro_class(i, m)) for kind, stage, i in rank_order(schedule, p, v, m, rank)]
-    return tuple((tuple(slots[start:start + length]), count) for start, length, count in periods(slots, 4 * p * v))
+    order = rank_order(schedule, p, v, m, rank)
+    if schedule in SPLIT:
+        slots = [Slot(kind, stage, word or micro_class(i, m)) for (kind, stage, i), word in zip(order, words(order), strict=True)]
+    else:
+        slots = [Slot(kind, stage, micro_class(i, m)) for kind, stage, i in order]
+    return tuple((tuple(slots[start:start + length]), count) for start, length, count in periods(slots, 6 * p * v))
 
 
 @lru_cache(maxsize=256)
@@ -111,12 +126,26 @@ class Step(NamedTuple):
 
     rank: int
     key: int
-    """Which duration it takes: 2·stage for a forward, 2·stage + 1 for a backward."""
+    """Which duration it takes: an index into `passes`."""
     own: int
     """Index of its end."""
     needs: int
     """Index of the end, on another rank, that it waits for; -1 for none: what its own rank made is there when it is its turn."""
     micro: int
+
+
+@lru_cache(maxsize=256)
+def passes(schedule: str, stages: int) -> tuple[tuple[str, int], ...]:
+    """The (kind, stage) whose duration a schedule asks for, in the order of their keys: 2·stage for a forward, 2·stage + 1 for the backward
+    that the stage before waits for; then what else there is of a split backward."""
+    waited = INPUT if schedule in SPLIT and schedule != "dualpipev" else BACKWARD
+    rest = () if schedule not in SPLIT else (WEIGHT, INPUT) if waited == BACKWARD else (WEIGHT,)
+    return (*((kind, s) for s in range(stages) for kind in (FORWARD, waited)), *((kind, s) for kind in rest for s in range(stages)))
+
+
+def end_index(kind: str, stage: int, stages: int, micro: int, m: int) -> int:
+    """Where `pace` puts the end of an action; a backward whole and that of the input stand in one place, for the stage before waits for either."""
+    return (2 * stages + stage if kind == WEIGHT else 2 * stage + (kind != FORWARD)) * m + micro
 
 
 @lru_cache(maxsize=64)
@@ -125,6 +154,7 @@ def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
     within a rank is kept."""
     stages = p * v
     orders = [rank_order(schedule, p, v, m, r) for r in range(p)]
+    keys = {(kind, stage): key for key, (kind, stage) in enumerate(passes(schedule, stages))}
     at, free = [0] * p, [0] * p
     done: dict[int, int] = {}
     out: list[tuple[int, Step]] = []
@@ -134,11 +164,12 @@ def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
         for rank in range(p):
             while at[rank] < len(orders[rank]):
                 kind, stage, micro = orders[rank][at[rank]]
-                key = stage * 2 + (kind == BACKWARD)
-                own = key * m + micro
+                own, other = end_index(kind, stage, stages, micro, m), stage
                 if kind == FORWARD:
                     needs = -1 if stage == 0 else (stage - 1) * 2 * m + micro
                     other = stage - 1
+                elif kind == WEIGHT:
+                    needs = (stage * 2 + 1) * m + micro
                 else:
                     needs = own - m if stage == stages - 1 else ((stage + 1) * 2 + 1) * m + micro
                     other = stage if stage == stages - 1 else stage + 1
@@ -146,10 +177,10 @@ def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
                     break
                 slot = max(free[rank], done.get(needs, 0))
                 done[own] = free[rank] = slot + 1
-                out.append((slot, Step(rank, key, own, needs if rank_of(other, p) != rank else -1, micro)))
+                out.append((slot, Step(rank, keys[kind, stage], own, needs if rank_of(schedule, other, p) != rank else -1, micro)))
                 at[rank] += 1
                 moved = True
-    assert len(out) == 2 * stages * m, f"{schedule} with p={p}, v={v}, m={m} deadlocks"
+    assert len(out) == sum(map(len, orders)), f"{schedule} with p={p}, v={v}, m={m} deadlocks"
     return tuple([step for _, step in sorted(out, key=lambda placed: (placed[0], placed[1].rank))])
 
 
@@ -168,7 +199,7 @@ class Round(NamedTuple):
 @lru_cache(maxsize=64)
 def rounds(schedule: str, p: int, v: int, m: int) -> tuple[Round, ...]:
     """The order of all actions as rounds."""
-    keys = 2 * p * v
+    keys = len(passes(schedule, p * v))
     steps = [(s.rank, s.key + keys * (0 if s.micro == 0 else 2 if s.micro == m - 1 else 1), s.own, s.needs) for s in linear_order(schedule, p, v, m)]
     place = {own: i for i, (_, _, own, _) in enumerate(steps)}
     out: list[Round] = []
@@ -256,23 +287,28 @@ def _goes_on(history: list[list[float]], inputs: Sequence[tuple[int, int]], long
 NEVER = 1 << 60
 
 
-def grid(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 1.0) -> list[list[Cell]]:
-    """The cells of every rank, with every forward and backward of a stage taking the same time (divided by v when interleaved)."""
-    f, b = forward / v, backward / v
-    steps = linear_order(schedule, p, v, m)
-    ends = [0.0] * (2 * p * v * m)
+def grid(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 1.0, weight: float | None = None) -> list[list[Cell]]:
+    """The cells of every rank, with the passes of every stage taking the same time (divided by v where a rank has v stages).
+
+    `weight` is what the gradients of weights take of a backward that is split; None: half of it.
+    """
+    late = backward / 2 if weight is None else weight
+    share = {FORWARD: forward / v, BACKWARD: backward / v, INPUT: (backward - late) / v, WEIGHT: late / v}
+    steps, what = linear_order(schedule, p, v, m), passes(schedule, p * v)
+    ends = [0.0] * (len(what) * m)
     free = [0.0] * p
     cells: list[list[Cell]] = [[] for _ in range(p)]
     for rank, key, own, needs, micro in steps:
+        kind, stage = what[key]
         start = max(free[rank], ends[needs] if needs >= 0 else 0.0)
-        ends[own] = free[rank] = start + (b if key % 2 else f)
-        cells[rank].append(Cell(Action(BACKWARD if key % 2 else FORWARD, key // 2, micro), start, free[rank]))
+        ends[own] = free[rank] = start + share[kind]
+        cells[rank].append(Cell(Action(kind, stage, micro), start, free[rank]))
     return cells
 
 
-def bubble(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 2.0) -> tuple[float, float]:
+def bubble(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 2.0, weight: float | None = None) -> tuple[float, float]:
     """The bubble of equal stages and free transfers, in both conventions: idle over ideal time, and idle over the whole step."""
-    cells = grid(schedule, p, v, m, forward=forward, backward=backward)
+    cells = grid(schedule, p, v, m, forward=forward, backward=backward, weight=weight)
     whole = max(c[-1].end for c in cells)
     ideal = m * (forward + backward)
     return (whole - ideal) / ideal, (whole - ideal) / whole

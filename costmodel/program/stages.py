@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from costmodel.program.actions import FORWARD, INPUT, WEIGHT
 from costmodel.program.build import Builder, Program, refuse, strategy_of
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import Block, Comm, Op, Part, RankProgram, Seq, Tensor, seq
 from costmodel.program.layers import batch_tensors, constant_tensors, numbers_of
 from costmodel.program.parallel.base import HEAD, LAYER
-from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, stages_of
-from costmodel.program.schedule import FORWARD, Slot, slot_counts, slot_pattern
+from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, local, stages_of
+from costmodel.program.schedule import Slot, rank_of, rank_order, slot_counts, slot_pattern
+from costmodel.program.split import input_slot, weight_slot
+from costmodel.program.zerobubble import SPLIT, left_over
 from costmodel.spec import DTYPE_BYTES, Run
 
 
@@ -30,11 +33,13 @@ class PipelineRank:
 
     def part(self, slot: Slot) -> Seq:
         """The program of a slot."""
-        return self.slots[slot]
+        return self.slots.get(slot) or _part(self.builders, slot)
 
 
 def _part(builders: dict[int, Builder], slot: Slot) -> Seq:
     builder = builders[slot.stage]
+    if slot.kind in (INPUT, WEIGHT):
+        return (input_slot if slot.kind == INPUT else weight_slot)(builder, slot.micro)
     return builder.forward_slot(slot.micro) if slot.kind == FORWARD else builder.backward_slot(slot.micro)
 
 
@@ -45,12 +50,12 @@ def build_pipeline(run: Run) -> Program:
     like: Builder | None = None
     slots: dict[int, dict[tuple[str, str], Seq]] = {}
     """By the identity of a builder: stages that are alike run the same."""
-    kinds: dict[tuple[int, bool, bool], Builder] = {}
+    kinds: dict[tuple[object, ...], Builder] = {}
     by_stage: dict[int, Builder] = {}
     for stage in stages_of(run):
-        key = stage.layers, stage.first, stage.last
+        key = stage.layers, stage.first, stage.last, local(run, stage.number), local(run, stage.number + 1)
         if key not in kinds:
-            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last, like=like and like.strategy.inventory)
+            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last, like=like.strategy.inventory if like else None)
             strategy = strategy_of(run, numbers, inventory)
             for error in strategy.refusals():
                 raise error
@@ -59,7 +64,7 @@ def build_pipeline(run: Run) -> Program:
         by_stage[stage.number] = kinds[key]
     assert like is not None
     ranks, roles = [], []
-    around: dict[tuple[int, ...], _Around] = {}
+    around: dict[tuple[object, ...], _Around] = {}
     same: dict[tuple[tuple[int, int], ...], Seq] = {}
     """Sequences by the identity of their parts, so that equal ones are one object and are read once."""
 
@@ -76,11 +81,14 @@ def build_pipeline(run: Run) -> Program:
         return one(out)
 
     for r in range(p.pp):
-        mine = {s: b for s, b in by_stage.items() if s % p.pp == r}
+        mine = {s: b for s, b in by_stage.items() if rank_of(p.schedule, s, p.pp) == r}
         order = p.schedule, p.pp, p.virtual_stages, m, r
-        alike = tuple(id(b) for b in mine.values())
+        sent = tuple(sum(n for slot, n in slot_counts(*order) if slot.kind == INPUT and slot.stage == s) for s in mine)
+        over = left_over(rank_order(*order)) if p.schedule in SPLIT else {}
+        left = tuple("" if s == 0 else over.get(s, "") for s in mine)
+        alike = *(id(b) for b in mine.values()), *sent, *left
         if alike not in around:
-            around[alike] = _around(run, mine)
+            around[alike] = _around(run, mine, sent, left)
         a = around[alike]
         by_slot: dict[Slot, Seq] = {}
         counts: dict[int, tuple[Seq, int]] = {}
@@ -126,12 +134,15 @@ class _Around(NamedTuple):
     first_after: Seq
 
 
-def _around(run: Run, mine: dict[int, Builder]) -> _Around:
+def _around(run: Run, mine: dict[int, Builder], sent: tuple[int, ...], left: tuple[str, ...]) -> _Around:
+    """`sent`: how many gradients each stage sends in first passes, which stay until the next step begins; `left`: what its last second pass
+    leaves over."""
     builders = list(mine.values())
     inputs = _inputs(run, mine)
-    given = Block("batch", "forward", (Op("batch", "host", kernels=0, allocs=inputs),))
-    done = _done(run, builders, inputs, any(_ends(run, mine)))
-    before, first_before = (seq(*(b.begin(first) for b in builders), given) for first in (False, True))
+    kept = tuple(t for b, n in zip(builders, sent, strict=True) for t in b.links.sent_gradients(n))
+    done = _done(run, builders, inputs, any(_ends(run, mine)), left)
+    before, first_before = (seq(*(b.begin(first) for b in builders), Block("batch", "forward", (
+        Op("batch", "host", kernels=0, allocs=inputs, frees=() if first else kept),))) for first in (False, True))
     after, first_after = (seq(*done, *(b.update(_role(b), first, clips=False) for b in builders)) for first in (False, True))
     return _Around(tuple(_persistent(run, builders)), before, after, first_before, first_after)
 
@@ -147,12 +158,13 @@ def _persistent(run: Run, builders: list[Builder]) -> list[Tensor]:
     return out
 
 
-def _done(run: Run, builders: list[Builder], inputs: tuple[Tensor, ...], ends: bool) -> list[Part | tuple[Part, int]]:
-    """When the last micro-batch is: reduce what waits for it, sum a tied embedding's gradient, clip."""
+def _done(run: Run, builders: list[Builder], inputs: tuple[Tensor, ...], ends: bool, left: tuple[str, ...]) -> list[Part | tuple[Part, int]]:
+    """When the last micro-batch is: reduce what waits for it, sum a tied embedding's gradient, clip. `left`: what each stage's last second pass
+    left over."""
     released = (*inputs, *(t for b in builders for t in b.links.at_end(b.kept_output())))
     parts: list[Part | tuple[Part, int]] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=released),))]
-    for b in builders:
-        parts += [(Block("stage", "backward", tuple(ops)), n) for ops, n in b.strategy.after_micro_batches()]
+    for b, word in zip(builders, left, strict=True):
+        parts += [(Block("stage", "backward", tuple(ops)), n) for ops, n in b.strategy.after_micro_batches(word)]
     if run.model.tied_embeddings and ends:
         table = builders[0].strategy.inventory.tied_numel(run)
         dtype = run.recipe.precision.gradient

@@ -78,6 +78,8 @@ class Back(NamedTuple):
     """Computes an activation a second time."""
     apart: bool = False
     """A node of its own that runs next: what this node kept is released before it."""
+    joins: bool = False
+    """Makes one gradient of those of several outputs, of `temp_bytes`; the kernels that follow work on it."""
 
 
 class Node(NamedTuple):
@@ -202,7 +204,8 @@ class Tape:
                     ops.append(Op(node.name, "host", kernels=0, allocs=made, frees=tuple(frees)))
                 continue
             if node.inner:
-                ops += node.inner.tape.forward((node.inner.exit,), save=False)
+                output = self._tensor(node.outputs[0], keep, save, cached)
+                ops += [_made_as(op, output) for op in node.inner.tape.forward((node.inner.exit,), save=False)]
                 if frees:
                     ops[-1] = ops[-1].freeing(tuple(frees))
                 continue
@@ -238,27 +241,29 @@ class Tape:
         return len(self.nodes)
 
     @staticmethod
-    def _summed(v: Value, comm: Comm, grad: "_Grad", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "_Grad":
+    def summed(v: Value, grad: "Gradient", ops: "list[Op | GradReady]", beside: "list[Op | GradReady]") -> "Gradient":
         """The complete gradient of a value, after the collective that it needs."""
-        made, name = _Grad(grad.name, grad.nbytes), f"{v.name}.grad.all_reduce"
+        if v.grad_comm is None:
+            return grad
+        made, name = Gradient(grad.name, grad.nbytes), f"{v.name}.grad.all_reduce"
         if v.grad_in_place and grad.refs == 1:
-            ops.append(Op(name, "collective", dtype=v.dtype, comm=comm))
+            ops.append(Op(name, "collective", dtype=v.dtype, comm=v.grad_comm))
         else:
             grad.refs -= 1
             frees = () if grad.refs else (Tensor(grad.name, "temporaries", grad.nbytes),)
-            ops.append(Op(name, "collective", dtype=v.dtype, allocs=(Tensor(made.name, "temporaries", made.nbytes),), frees=frees, comm=comm))
+            ops.append(Op(name, "collective", dtype=v.dtype, allocs=(Tensor(made.name, "temporaries", made.nbytes),), frees=frees, comm=v.grad_comm))
         if beside:
             _run_beside(ops, beside)
         return made
 
-    def _inner_backward(self, node: Node, inner: Inner, grads: "dict[int, _Grad]", frees: tuple[Tensor, ...]) -> "list[Op | GradReady]":
+    def _inner_backward(self, node: Node, inner: Inner, grads: "dict[int, Gradient]", frees: tuple[Tensor, ...]) -> "list[Op | GradReady]":
         """A checkpointed stretch: forward again, saving, then its backward; the gradients of its inputs stay for the caller."""
         again = [op._replace(again=True) for op in inner.tape.forward((), until=inner.tape.recompute_until)]
         ops: list[Op | GradReady] = [*again, *inner.tape.backward(inner.exit)]
         if frees:
             _free_after(ops, 0, len(ops), frees, node.name)
         for v in node.inputs:
-            made = _Grad(f"grad:{v.name}", v.nbytes)
+            made = Gradient(f"grad:{v.name}", v.nbytes)
             assert id(v) not in grads, "an input of a checkpointed stretch has one use"
             grads[id(v)] = made
         return ops
@@ -269,12 +274,12 @@ class Tape:
         The gradient of `entry` stays for the caller; `free_entry` says that the unit's input is released with its last use
         here (it was kept for this unit alone).
         """
-        grads: dict[int, _Grad] = {}
+        grads: dict[int, Gradient] = {}
         if output.grad:
-            grads[id(output)] = _Grad(f"grad:{output.name}", output.nbytes)
+            grads[id(output)] = Gradient(f"grad:{output.name}", output.nbytes)
             if not owned:
                 grads[id(output)].refs += 1
-        pending = _param_uses(self.nodes)
+        pending = param_uses(self.nodes)
         ops: list[Op | GradReady] = []
         beside: list[Op | GradReady] = []
         for index in range(len(self.nodes) - 1, -1, -1):
@@ -286,11 +291,11 @@ class Tape:
                     v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside
                 beside = []
-            out_grads: list[_Grad] = []
+            out_grads: list[Gradient] = []
             for v in node.outputs:
                 grad = grads.pop(id(v), None)
                 if grad is not None:
-                    out_grads.append(grad if v.grad_comm is None else self._summed(v, v.grad_comm, grad, ops, beside))
+                    out_grads.append(grad if v.grad_comm is None else self.summed(v, grad, ops, beside))
             split = -1
             frees: list[Tensor] = []
             kept = node.extra
@@ -329,13 +334,13 @@ class Tape:
                         made = out_grads[0]
                         made.refs += 1
                     else:
-                        made = _Grad(f"grad:{target.name}", target.nbytes)
+                        made = Gradient(f"grad:{target.name}", target.nbytes)
                         allocs += (Tensor(made.name, "temporaries", made.nbytes),)
                     old = grads.get(id(target))
                     if old is None:
                         grads[id(target)] = made
                     else:
-                        meetings.append(_meet(grads, target, old, made))
+                        meetings.append(meet(grads, target, old, made))
                 else:
                     nbytes = (back.grad_numel or gives.numel) * self.element_bytes[back.dtype]
                     pending[gives.name] -= 1
@@ -363,7 +368,7 @@ class Tape:
         return ops + beside
 
 
-class _Grad:
+class Gradient:
     """A gradient buffer of the engine; two tensors may share one."""
 
     __slots__ = ("name", "nbytes", "refs")
@@ -374,7 +379,14 @@ class _Grad:
         self.refs = 1
 
 
-def _param_uses(nodes: list[Node]) -> dict[str, int]:
+def _made_as(op: Op, made: Tensor) -> Op:
+    """A checkpointed stretch's output is what its caller makes of it: an activation, or a temporary where nobody saves it."""
+    if made.category == "activations" or all(t.name != made.name for t in op.allocs):
+        return op
+    return op._replace(allocs=tuple(made if t.name == made.name else t for t in op.allocs))
+
+
+def param_uses(nodes: list[Node]) -> dict[str, int]:
     uses: dict[str, int] = {}
     for node in nodes:
         for back in node.backs:
@@ -383,7 +395,7 @@ def _param_uses(nodes: list[Node]) -> dict[str, int]:
     return uses
 
 
-def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op:
+def meet(grads: dict[int, Gradient], target: Value, old: Gradient, made: Gradient) -> Op:
     """Two gradients of one tensor are added: in place where the older buffer belongs to nobody else."""
     work = 3.0 * target.nbytes
     freed = [Tensor(made.name, "temporaries", made.nbytes)] if made.refs == 1 else []
@@ -392,7 +404,7 @@ def _meet(grads: dict[int, _Grad], target: Value, old: _Grad, made: _Grad) -> Op
     if old.refs == 1:
         return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype, frees=tuple(freed))
     old.refs -= 1
-    new = _Grad(f"grad:{target.name}", target.nbytes)
+    new = Gradient(f"grad:{target.name}", target.nbytes)
     grads[id(target)] = new
     return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype,
               allocs=(Tensor(new.name, "temporaries", new.nbytes),), frees=tuple(freed))

@@ -118,11 +118,13 @@ def _rank(mesh: Mesh, rank: int, axes: set[str], whole: bool, page: Page) -> Non
             ("coordinates", ", ".join(f"{axis} {at[axis]} of {mesh.degrees[axis]}" for axis in at)),
             ("data", f"share {mesh.data_index(rank)} of {mesh.degrees['dp_replicate'] * mesh.degrees['dp_shard']} of the global batch")]
     if mesh.degrees["pp"] > 1:
-        held = [f"stage {at['pp'] + i * mesh.degrees['pp']} ({plural(n, 'layer')})" for i, n in enumerate(mesh.stages[at["pp"]])]
+        numbers = mesh.numbers[at["pp"]]
+        held = [f"stage {s} ({plural(n, 'layer')})" for s, n in zip(numbers, mesh.stages[at["pp"]], strict=True)]
         before, after = neighbours(mesh, rank)
-        rows += [("stages", ", ".join(held)),
-                 ("pipeline", "; ".join([*([f"receives from rank {before}"] if before is not None else ["reads the tokens"]),
-                                         *([f"sends to rank {after}"] if after is not None else ["computes the loss"])]))]
+        there = [f"receives from rank {before}" if before is not None else "reads the tokens",
+                 f"sends to rank {after}" if after is not None else "hands on to itself" if mesh.folded else "computes the loss"]
+        back = [f"on the way back sends to rank {before}" if before is not None else "computes the loss"] if mesh.folded else []
+        rows += [("stages", ", ".join(held)), ("pipeline", "; ".join(there + back))]
     page.pairs(rows)
     page.line()
     page.table(["group", "size", "root", "its place", "link", "members"],

@@ -1,15 +1,16 @@
-"""A pipeline schedule as a picture: forward, backward and idle cells of every rank over time, its bubble, what each rank holds."""
+"""A pipeline schedule as a picture: forward, backward (whole, or in two passes) and idle cells of every rank over time, its bubble, what each rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costmodel.program.schedule import FORWARD, Action, Cell, bubble, grid, rank_order
+from costmodel.program.schedule import Cell, bubble, grid, most_held, rank_order, stages_on
+from costmodel.program.zerobubble import SPLIT
 from costmodel.render.text import Page, Style
 from costmodel.render.units import duration, plural, share
 from costmodel.report import RoleReport
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_STYLES: dict[str, Style] = {"F": "green", "B": "yellow", ".": "dim"}
+_STYLES: dict[str, Style] = {"F": "green", "B": "yellow", "I": "yellow", "W": "", ".": "dim"}
 _RULER = 5
 """Slots between two numbers of the ruler."""
 
@@ -39,8 +40,13 @@ class Timetable:
         return max(row[-1].end for row in self.cells)
 
     def stages(self, rank: int) -> list[int]:
-        """The stages a rank holds: every pp-th."""
-        return list(range(rank, self.pp * self.virtual_stages, self.pp))
+        """The stages a rank holds."""
+        return list(stages_on(self.schedule, self.pp, self.virtual_stages, rank))
+
+    @property
+    def kinds(self) -> set[str]:
+        """The letters of its actions."""
+        return {cell.action.kind for row in self.cells for cell in row}
 
 
 def timetable(schedule: str, p: int, v: int, m: int, forward: float = 1.0, backward: float = 2.0) -> Timetable:
@@ -51,19 +57,13 @@ def timetable(schedule: str, p: int, v: int, m: int, forward: float = 1.0, backw
     return Timetable(schedule, p, v, m, forward, backward, cells, held, over_ideal, over_step)
 
 
-def most_held(order: Sequence[Action]) -> int:
-    """The most micro-batches whose forward is done and whose backward is not, over the order of one rank."""
-    held = most = 0
-    for action in order:
-        held += 1 if action.kind == FORWARD else -1
-        most = max(most, held)
-    return most
-
-
 def formula(t: Timetable) -> tuple[str, str]:
     """The closed forms of the bubble, over the ideal time and over the step."""
     if t.schedule == "naive":
         return "p - 1", "(p - 1) / p"
+    if t.schedule in SPLIT:
+        stages = " v" if t.virtual_stages > 1 else ""
+        return f"(p - 1) F / (m{stages} (F + B))", f"(p - 1) F / (m{stages} (F + B) + (p - 1) F)"
     if t.schedule == "interleaved":
         return "(p - 1) / (m v)", "(p - 1) / (m v + p - 1)"
     return "(p - 1) / m", "(p - 1) / (m + p - 1)"
@@ -78,7 +78,8 @@ def render_schedule(title: str, t: Timetable, page: Page, *, width: int | None =
     page.heading("SCHEDULE", f"{kind}; forward {t.forward:g}, backward {t.backward:g}, free transfers")
     left_out = _picture(t, page, width or page.width)
     page.line()
-    legend = "F0 forward of micro-batch 0, B0 its backward, - it goes on, . idle"
+    words = {"B": "B0 its backward", "I": "I0 the gradient of its input", "W": "W0 those of the weights"}
+    legend = ", ".join(["F0 forward of micro-batch 0", *(text for kind, text in words.items() if kind in t.kinds), "- it goes on", ". idle"])
     if t.virtual_stages > 1:
         names = [f"{_letter(i, t)} stage {s}" for i, s in enumerate(t.stages(0))]
         names = names if len(names) <= 4 else [*names[:2], "…", names[-1]]
@@ -105,7 +106,7 @@ def _label(cell: Cell, t: Timetable) -> str:
 
 def _picture(t: Timetable, page: Page, width: int) -> str:
     """The rows of all ranks; where they are too wide, their beginning and end, and a line that says so."""
-    slot = min(t.forward, t.backward) / t.virtual_stages
+    slot = min(t.forward, t.backward / (2 if t.schedule in SPLIT else 1)) / t.virtual_stages
     wide = max(len(_label(c, t)) for row in t.cells for c in row) + 1
     slots = round(t.end / slot + 0.499)
     name = len(f"rank {t.pp - 1}")
@@ -162,6 +163,8 @@ def _bubble(t: Timetable, page: Page) -> None:
     page.heading("BUBBLE", "idle time of a rank, in both conventions")
     p, m, v = t.pp, t.micro_batches, t.virtual_stages
     over = p - 1.0 if t.schedule == "naive" else (p - 1) / (m * v)
+    if t.schedule in SPLIT:
+        over *= t.forward / (t.forward + t.backward)
     exact = abs(over - t.over_ideal) < 1e-9
     ideal, step = (f" = {text}" if exact else "" for text in formula(t))
     page.pairs([("over ideal", f"{share(t.over_ideal)}{ideal}: idle over the time of the work"),

@@ -42,7 +42,10 @@ class Plan(Spec):
     """Logits stay split by vocabulary over tp."""
     pp: PositiveInt = 1
     schedule: Schedule = "1f1b"
+    """Order of forwards and backwards on the pipeline's ranks; zb-h1, interleaved-zb, zbv and dualpipev split backward into gradients of inputs and
+    of weights."""
     virtual_stages: PositiveInt = 1
+    """Stages a rank holds; left out, zbv and dualpipev have 2."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage, in order of the model; empty divides evenly."""
     cp: PositiveInt = 1
@@ -53,6 +56,8 @@ class Plan(Spec):
     the same (Megatron, torch's context_parallel); False: consecutive pieces, of which the last rank's has most to compute."""
     ep: PositiveInt = 1
     ep_overlap: bool = False
+    ep_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Rows of tokens travel to their experts and back, or (Megatron) every rank of an ep group gets the tokens of all of it."""
     checkpointing: Checkpointing = Checkpointing()
     offload: Literal["none", "optimizer", "params"] = "none"
     """What lives in host memory between uses."""
@@ -66,7 +71,8 @@ class Plan(Spec):
     """Reduce gradients after every micro-batch; False accumulates locally and reduces after the last (no_sync). Left out, it is
     what the framework does: True for ZeRO-2 and ZeRO-3 / FSDP, else False."""
     reshard_after_forward: bool = True
-    """FSDP frees gathered parameters after forward and gathers them again in backward."""
+    """FSDP frees gathered parameters after forward and gathers them again in backward. Left out, it is what the framework does: False under a
+    pipeline in PyTorch, else True."""
     forward_prefetch: int = Field(0, ge=0)
     """FSDP layers gathered ahead explicitly in forward, beyond the implicit one."""
     backward_prefetch: bool = True
@@ -78,16 +84,18 @@ class Plan(Spec):
     prefetch_bucket_params: int = Field(50_000_000, ge=0)
     """DeepSpeed stage 3: stage3_prefetch_bucket_size, in parameters."""
     max_live_params: int = Field(1_000_000_000, ge=0)
-    """DeepSpeed stage 3: stage3_max_live_parameters."""
+    """DeepSpeed stage 3: stage3_max_live_parameters, beyond which nothing is gathered ahead."""
     allgather_bucket_params: int = Field(500_000_000, ge=1)
-    """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters."""
+    """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters; where torch can gather into one tensor, DeepSpeed does not read it."""
     contention: PositiveFloat | None = None
     """Seconds of compute lost per second of hidden communication; None: the profile's."""
 
     @classmethod
-    def of_framework(cls, framework: str, zero: int) -> dict[str, Any]:
+    def of_framework(cls, framework: str, zero: int, pp: int) -> dict[str, Any]:
         """Fields whose value, left out, is not the default here but what the framework does."""
         found: dict[str, Any] = {"sync_each_micro_batch": zero in (2, 3)}
+        if framework == "pytorch" and zero == 3 and pp > 1:
+            found["reshard_after_forward"] = False
         if framework == "deepspeed" and zero:
             found |= {"bucket_bytes": 2 * 500_000_000, "overlap_grad_reduce": zero == 3}
         return found

@@ -13,6 +13,8 @@ from costmodel.spec.recipe import Recipe
 from costmodel.spec.routing import checked_imbalance
 
 INTERLEAVED = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules that lay two stages a rank as a V."""
 FLASH = ("fa1", "fa2", "fa3", "cudnn")
 BEFORE_AMPERE = ("pascal", "volta", "turing")
 TOO_OLD = {"fa1": ("pascal", "volta"), "fa2": BEFORE_AMPERE, "cudnn": BEFORE_AMPERE}
@@ -82,6 +84,11 @@ def _degrees(run: Run) -> Iterator[PlanError]:
                         f"Use dp_shard = {p.dp} and dp_replicate = 1.")
     if p.single_process and (p.zero or p.dp_shard * p.tp * p.pp * p.cp > 1):
         yield PlanError("plan.single_process", True, "DataParallel only replicates.", "Use zero = 0 and no other axis, or DDP.")
+    if p.single_process and p.framework != "pytorch":
+        yield PlanError("plan.framework", p.framework, "DataParallel is PyTorch's.", "Use framework = pytorch, or DDP.")
+    if p.single_process and run.cluster.nodes > 1:
+        yield PlanError("plan.single_process", True, f"one process drives the GPUs of one machine, and these are {run.cluster.nodes}.",
+                        f"Use --gpus {run.cluster.gpus_per_node}, or DDP.")
 
 
 def _tensor(run: Run) -> Iterator[PlanError]:
@@ -109,14 +116,21 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
     if p.virtual_stages > 1 and p.schedule not in INTERLEAVED:
         yield PlanError("plan.virtual_stages", p.virtual_stages, f"schedule {p.schedule} has one stage a rank.",
                         "Use schedule = interleaved, or virtual_stages = 1.")
-    if p.pp > 1 and p.schedule == "interleaved" and p.virtual_stages == 1:
+    if p.pp > 1 and p.schedule in V_SHAPED and p.virtual_stages != 2:
+        yield PlanError("plan.virtual_stages", p.virtual_stages, f"schedule {p.schedule} has two stages a rank.",
+                        "Use virtual_stages = 2, or schedule = interleaved-zb.")
+    elif p.pp > 1 and p.schedule in INTERLEAVED and p.virtual_stages == 1:
         yield PlanError("plan.virtual_stages", 1, "an interleaved schedule has at least 2 stages a rank.",
-                        "Use virtual_stages = 2, or schedule = 1f1b.")
+                        f"Use virtual_stages = 2, or schedule = {'1f1b' if p.schedule == 'interleaved' else 'zb-h1'}.")
     rounds = max(1, run.recipe.grad_accum // p.pp) if p.framework == "pytorch" else 0
-    if p.pp > 1 and p.schedule == "interleaved" and run.recipe.grad_accum % (rounds or p.pp):
+    in_rounds = ("interleaved", "interleaved-zb", "zb-h1") if rounds else ("interleaved",)
+    if p.pp > 1 and p.schedule in in_rounds and run.recipe.grad_accum % (rounds or p.pp):
         rule = f"in {rounds} equal rounds" if rounds else f"in multiples of pp = {p.pp}"
-        yield PlanError("recipe.grad_accum", run.recipe.grad_accum, f"the interleaved schedule needs micro-batches {rule}.",
+        yield PlanError("recipe.grad_accum", run.recipe.grad_accum, f"the {p.schedule} schedule needs micro-batches {rule}.",
                         f"Use grad_accum = {_multiple(run.recipe.grad_accum, p.pp)}.")
+    if p.pp > 1 and p.schedule == "dualpipev" and run.recipe.grad_accum < 2 * p.pp:
+        yield PlanError("recipe.grad_accum", run.recipe.grad_accum, f"dualpipev needs at least as many micro-batches as stages, {2 * p.pp}.",
+                        f"Use grad_accum = {2 * p.pp}, or schedule = zbv.")
     if p.stage_layers and (len(p.stage_layers) != stages or sum(p.stage_layers) != m.layers or min(p.stage_layers) < 0):
         yield PlanError("plan.stage_layers", list(p.stage_layers), f"it must list {stages} stages that sum to {m.layers} layers.",
                         "Leave it empty to divide evenly.")

@@ -18,8 +18,8 @@ def parse_count(text: str | int | float, field: str = "params") -> int:
     return round(float(match[1].replace(",", "").replace("_", "")) * _SUFFIX[match[2].lower()])
 
 
-def model_from_params(text: str | int) -> Model:
-    """A Llama-style Model whose parameter count lies within 1% of the one asked for.
+def model_from_params(text: str | int, *, untied: bool = False) -> Model:
+    """A Llama-style Model whose parameter count lies within 1% of the one asked for; `untied` embeddings whatever the rule says.
 
     The rule: RMSNorm, rotary positions, gated SiLU, no biases; vocabulary 128,256 (from 500M), 32,000 (from 20M) or 1,024;
     embeddings tied below 4B; head size 128 (64 below 3B), heads in multiples of 8 from 1B; 8 KV heads where that divides;
@@ -30,7 +30,7 @@ def model_from_params(text: str | int) -> Model:
     if not SMALLEST <= target <= LARGEST:
         raise PlanError("params", text, f"the shape rule covers {SMALLEST:,} to {LARGEST:,} parameters.", "Use --params 1B, or --model.")
     vocab = 128_256 if target >= 5e8 else 32_000 if target >= 2e7 else 1_024
-    tied = target < 4e9
+    tied = target < 4e9 and not untied
     head_dim = 128 if target >= 3e9 else 64 if target >= 2e7 else 32
     step = head_dim * (8 if target >= 1e9 else 2 if target >= 2e7 else 1)
     granule = 128 if target >= 2e7 else 16

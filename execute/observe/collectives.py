@@ -45,8 +45,9 @@ class CollectiveRecorder:
         self._axes_of_ranks: dict[tuple[int, ...], str] = {}
 
     def name_axes(self, axes: Mapping[str, Any]) -> None:
-        """Which process group is which axis of the Run: {"dp_shard": group, ...}; of axes with the same ranks, the first is meant where the name does
-        not tell."""
+        """Which process group is which axis of the Run: {"dp_shard": group, ...}; those that spoke before are looked up again; of axes with the same
+        ranks, the first is meant where the name does not tell."""
+        self._axes.clear()
         for axis, group in axes.items():
             self._axes[group.group_name] = axis
             self._axes_of_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)

@@ -6,6 +6,7 @@ would call allocated, without rounding. Where autograd would add two gradients i
 mode, nor for fake tensors), the tracker adds in place. A storage has one category for its whole life, given when it is known what became of it:
 
     parameters      what the model's parameters (their local shards) live in
+    master_weights  what a strategy says is its copy of the parameters in a wider dtype
     gradients       what a parameter's .grad lives in when a backward ends
     optimizer       what the optimizer's state lives in
     communication   born inside a communication hook (FSDP2's, or a `communication` region of a strategy), or an unsharded gradient of FSDP2
@@ -37,7 +38,7 @@ LIBRARY = "library"
 It is first seen as the storage of a view that nobody has seen before."""
 BORN_AS_VIEWS = ("lift_fresh",)
 """Operations that return their argument, and with which a constant's life begins."""
-ORDER = (HOST, LIBRARY, "parameters", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
+ORDER = (HOST, LIBRARY, "parameters", "master_weights", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
 NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
 """Operations that a moment may be named after."""
 
@@ -120,7 +121,7 @@ class StorageTracker(compat.TorchDispatchMode):
         out = args[0] if compat.waits_for_fake(func, args) else func(*args, **(kwargs or {}))
         for listener in self._listeners:
             listener(self, func, args, kwargs or {}, out)
-        for tensor in compat.inner_tensors(out):
+        for tensor in _stored(out):
             self.see(tensor, seen_in=args if name not in BORN_AS_VIEWS else ())
         return out
 
@@ -217,7 +218,7 @@ class StorageTracker(compat.TorchDispatchMode):
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Give the storages of some tensors a category, unless one that comes first in ORDER holds them."""
-        for tensor in compat.inner_tensors([t for t in tensors if t is not None]):
+        for tensor in _stored([t for t in tensors if t is not None]):
             serial = self.see(tensor)
             if serial not in self.category or ORDER.index(category) < ORDER.index(self.category[serial]):
                 self.category[serial] = category
@@ -295,6 +296,11 @@ class StorageTracker(compat.TorchDispatchMode):
 
     def _on_device(self) -> Iterator[Event]:
         return (e for e in self.events if self.category.get(e.storage) not in (HOST, LIBRARY))
+
+
+def _stored(value: Any) -> Iterator[Tensor]:
+    """The plain tensors inside a result that have memory: those of the meta device have a shape alone."""
+    return (t for t in compat.inner_tensors(value) if not t.is_meta)
 
 
 def _shown(split: dict[str, int] | Counter[str]) -> dict[str, int]:

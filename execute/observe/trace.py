@@ -10,19 +10,24 @@ to the step, and exposed communication is what no computation covers.
           own annotations on its worker threads. A thread serves one process group; which axis that is follows from the sizes it sends.
           Of messages between two ranks the receive counts, which also waits for the sender; a send is in flight until somebody asks.
           Idle is Python between operators.
+
+What a pipeline's stage waits for its neighbours is its bubble, transfers included: a receive does not tell why its message is late, and the
+prediction counts it alike. A collective's seconds are those of the events of its kind and size over its axis.
 """
 
 import gzip
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from costmodel.report import Collective, TimeReport
 
 STEP = "step"
+PIPELINE, BUBBLE = "pp", "bubble"
 PHASES = ("forward", "recompute", "backward", "unscale", "clip", "optimizer")
 FOLDED = {"recompute": "backward", "unscale": "optimizer", "clip": "optimizer"}
 """As the prediction and the collective recorder count them."""
@@ -35,6 +40,10 @@ WORKS = re.compile(r"(?!autograd::|torch::autograd::|_?c10d)\w+::")
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "unsigned char": 1, "bool": 1}
 KINDS = {"reduce-scatter": "all_reduce", "all-reduce": "all_reduce", "all-gather": "all_gather", "broadcast": "broadcast", "all-to-all": "all_to_all"}
 """What gloo runs for a kind of collective; its reduce-scatter is an all-reduce of the whole."""
+NCCL_KINDS = {"allreduce": "all-reduce", "_allgather_base": "all-gather", "allgather": "all-gather", "_reduce_scatter_base": "reduce-scatter",
+              "reduce_scatter": "reduce-scatter", "broadcast": "broadcast", "all_to_all": "all-to-all", "recv": "recv", "reduce": "reduce"}
+"""NCCL's collectives as PyTorch names them beside a kernel (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp)."""
+NCCL_SIZES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Bool": 1}
 
 Interval = tuple[float, float]
 
@@ -54,6 +63,14 @@ class _Event(NamedTuple):
     args: Mapping[str, Any]
 
 
+class Seen(NamedTuple):
+    """What the trace of a step says."""
+
+    time: TimeReport
+    collectives: tuple[Collective, ...]
+    """Those that were asked about, each with the seconds of all of its kind where the trace tells them."""
+
+
 def load_trace(path: Path) -> dict[str, Any]:
     """A Chrome trace from a file, gzipped or not. Raises TraceError."""
     try:
@@ -71,7 +88,12 @@ def load_trace(path: Path) -> dict[str, Any]:
 
 
 def read_trace(trace: Mapping[str, Any] | Path, collectives: Sequence[Collective] = (), axes: Mapping[str, str] | None = None) -> TimeReport:
-    """The time of the last annotated step of a trace.
+    """The time of the last annotated step of a trace: `read_step`, without its collectives one by one."""
+    return read_step(trace, collectives, axes).time
+
+
+def read_step(trace: Mapping[str, Any] | Path, collectives: Sequence[Collective] = (), axes: Mapping[str, str] | None = None) -> Seen:
+    """The last annotated step of a trace.
 
     `collectives` are those of a step, for gloo, which names no process group. `axes` maps process groups' names to axes, for NCCL; the
     groups of a DeviceMesh are known by their descriptions. An axis that cannot be told is "world". Raises TraceError.
@@ -86,7 +108,8 @@ def read_trace(trace: Mapping[str, Any] | Path, collectives: Sequence[Collective
         host_s: float | None = _length(_without(_union(e for e in events if e.category in LAUNCHES), _union(e for e in events if WAITS.match(e.name))))
     else:
         work, sent, host_s = _operators(events, main), _gloo(events, main, collectives), None
-    return _report(step_s, phases, work, sent, host_s)
+    intervals = {axis: _union(of) for axis, of in sorted(sent.items())}
+    return Seen(_report(step_s, phases, work, intervals, host_s), _timed(collectives, sent, {} if on_gpu else KINDS))
 
 
 # -- events -------------------------------------------------------------------------------------------------------------------
@@ -123,16 +146,16 @@ def _phases(events: Iterable[_Event], step_s: float, category: str, thread: Any)
     return {**{name: found[name] for name in PHASES if name in found}, **({"other": rest} if rest else {})}
 
 
-def _gpu(events: Iterable[_Event], axes: Mapping[str, str]) -> tuple[list[_Event], dict[str, list[Interval]]]:
+def _gpu(events: Iterable[_Event], axes: Mapping[str, str]) -> tuple[list[_Event], dict[str, list[_Event]]]:
     """Computation, and communication by axis, on a GPU."""
     work, sent = [], defaultdict(list)
     for event in events:
         if event.category in GPU_WORK:
             if event.name.startswith("nccl"):
-                sent[axes.get(str(event.args.get("Process Group Name")), "world")].append((event.start, event.end))
+                sent[axes.get(str(event.args.get("Process Group Name")), "world")].append(event)
             else:
                 work.append(event)
-    return work, {axis: _merged(intervals) for axis, intervals in sorted(sent.items())}
+    return work, sent
 
 
 def _group_axes(trace: Mapping[str, Any], axes: Mapping[str, str]) -> dict[str, str]:
@@ -171,25 +194,25 @@ def _operators(events: Iterable[_Event], main: Any) -> list[_Event]:
     return [e for e in own if e.end > e.start and WORKS.match(e.name)]
 
 
-def _gloo(events: Iterable[_Event], main: Any, collectives: Sequence[Collective]) -> dict[str, list[Interval]]:
+def _gloo(events: Iterable[_Event], main: Any, collectives: Sequence[Collective]) -> dict[str, list[_Event]]:
     """Communication by axis: gloo's worker threads, and what the step's own thread receives."""
     by_thread: dict[Any, list[_Event]] = defaultdict(list)
     for event in events:
         if event.category == "user_annotation" and (event.name == "gloo:recv" or event.name.startswith("gloo:") and event.thread != main):
             by_thread[event.thread].append(event)
-    known = {axis: {(KINDS.get(c.kind, c.kind), c.in_bytes or c.message_bytes) for c in collectives if c.axis == axis and c.group > 1}
+    known = {axis: {_asked(c) for c in collectives if c.axis == axis and c.group > 1}
              for axis in dict.fromkeys(c.axis for c in collectives if c.group > 1)}
-    sent: dict[str, list[Interval]] = defaultdict(list)
+    sent: dict[str, list[_Event]] = defaultdict(list)
     for thread in by_thread.values():
-        sent[_axis_of_thread(thread, known)] += [(e.start, e.end) for e in thread]
-    return {axis: _merged(intervals) for axis, intervals in sorted(sent.items())}
+        sent[_axis_of_thread(thread, known)] += thread
+    return sent
 
 
 def _axis_of_thread(events: Sequence[_Event], known: Mapping[str, set[tuple[str, int]]]) -> str:
     """The axis that sends most of what a worker thread sent, by kind and size; the only axis where there is one."""
     if len(known) == 1:
         return next(iter(known))
-    hits = {axis: sum((e.name.removeprefix("gloo:"), _bytes(e)) in sizes for e in events) for axis, sizes in known.items()}
+    hits = {axis: sum(_message(e) in sizes for e in events) for axis, sizes in known.items()}
     best = max(hits.values(), default=0)
     winners = [axis for axis, count in hits.items() if count == best]
     return winners[0] if best and len(winners) == 1 else "world"
@@ -202,8 +225,35 @@ def _bytes(event: _Event) -> int:
         count = 1
         for n in shape:
             count *= int(n) if isinstance(n, int) else 0
-        total += count * SIZES.get(kind, 0) if shape else 0
+        total += count * SIZES.get(kind, 0)
     return total
+
+
+def _asked(c: Collective, ran: Mapping[str, str] = KINDS) -> tuple[str, int]:
+    """How events name a collective: what ran for it, by default under gloo, and the bytes that go in (or, of a receive, come out)."""
+    return ran.get(c.kind, c.kind), c.in_bytes or c.message_bytes
+
+
+def _message(event: _Event) -> tuple[str, int]:
+    """The same of an event: gloo's by its name and shapes, a kernel of NCCL by its arguments."""
+    if not event.name.startswith("nccl"):
+        return event.name.removeprefix("gloo:"), _bytes(event)
+    kind = NCCL_KINDS.get(str(event.args.get("Collective name")), "")
+    count = event.args.get("Out msg nelems" if kind == "recv" else "In msg nelems")
+    return kind, int(count or 0) * NCCL_SIZES.get(str(event.args.get("dtype")), 0)
+
+
+def _timed(collectives: Sequence[Collective], sent: Mapping[str, Sequence[_Event]], ran: Mapping[str, str]) -> tuple[Collective, ...]:
+    """Each collective with the seconds of the events of its kind and size over its axis; those that phases have alike, shared out by their number."""
+    took: dict[tuple[str, str, int], float] = defaultdict(float)
+    asked: Counter[tuple[str, str, int]] = Counter()
+    for axis, events in sent.items():
+        for event in events:
+            took[(axis, *_message(event))] += event.end - event.start
+    for c in collectives:
+        asked[(c.axis, *_asked(c, ran))] += c.count
+    return tuple(replace(c, total_s=took[key] * c.count / asked[key]) if (key := (c.axis, *_asked(c, ran))) in took and c.group > 1 else c
+                 for c in collectives)
 
 
 # -- from intervals to a report -----------------------------------------------------------------------------------------------
@@ -218,7 +268,7 @@ def _report(step_s: float, phases: Mapping[str, list[Interval]], work: Iterable[
         kinds[_kind(event, updates)].append((event.start, event.end))
     breakdown: dict[str, float] = {}
     covered: list[Interval] = []
-    for name, intervals in (*((kind, _merged(i)) for kind, i in kinds.items()), *((f"exposed {axis}", i) for axis, i in sent.items())):
+    for name, intervals in (*((kind, _merged(i)) for kind, i in kinds.items()), *((_waited_for(axis), i) for axis, i in sent.items())):
         own = _without(intervals, covered)
         if intervals:
             breakdown[name] = _length(own)
@@ -226,7 +276,12 @@ def _report(step_s: float, phases: Mapping[str, list[Interval]], work: Iterable[
     breakdown["idle"] = step_s - sum(breakdown.values())
     return TimeReport(step_s=step_s, phases={name: _length(i) for name, i in phases.items()}, breakdown=breakdown,
                       communication_s={axis: _length(i) for axis, i in sent.items()},
-                      exposed_s={axis: breakdown[f"exposed {axis}"] for axis in sent}, host_s=host_s)
+                      exposed_s={axis: breakdown[f"exposed {axis}"] for axis in sent if axis != PIPELINE}, host_s=host_s,
+                      bubble_s=breakdown.get(BUBBLE))
+
+
+def _waited_for(axis: str) -> str:
+    return BUBBLE if axis == PIPELINE else f"exposed {axis}"
 
 
 def _kind(event: _Event, updates: Sequence[Interval]) -> str:

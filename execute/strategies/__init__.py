@@ -1,6 +1,6 @@
 """Ways to spread a step, one file each: what wraps the model, which optimizer updates what, which hooks run when."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -48,12 +48,16 @@ class Prepared:
     zero_grad: Callable[[bool], None] | None = None
     loss_scale: LossScale | None = None
     """Dynamic loss scaling (fp16)."""
+    holds: Callable[[], Iterable[tuple[str, Any]]] = tuple
+    """(category, tensors) of what lives between steps and that neither the model nor the optimizer shows, for whoever watches."""
     axes: Mapping[str, Any] = field(default_factory=dict)
     """Process groups by axis of the Run."""
 
 
 def strategy_name(run: Run) -> str:
     """Which file of this folder performs a plan."""
+    if run.plan.framework == "deepspeed":
+        return "deepspeed"
     if run.plan.pp > 1:
         return "pipeline"
     if run.plan.tp > 1:

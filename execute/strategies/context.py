@@ -66,22 +66,19 @@ class SharedSequence:
         self.next, self.before = (dist.get_global_rank(group, (self.rank + step) % self.c) for step in (1, -1))
         self.places = lambda: places(run, rank)
 
-    def ready(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values as they can be sent: views of a fused matmul's output are copied."""
-        return parts if self.kind == "ulysses" else tuple(t.contiguous() for t in parts)
+    def enter(self, x: Tensor) -> Tensor:
+        """Queries, keys or values as attention takes them: of the whole sequence and 1/c of the heads (Ulysses), or as they can be sent."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return Swap.apply(x, self, True) if self.kind == "ulysses" else x.contiguous()
 
     def attention(self, core: Core) -> Core:
-        """The attention that takes the place of `core`, which sees one rank's tensors."""
-        def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            q, k, v = (Swap.apply(t.transpose(1, 2), self, True).transpose(1, 2) for t in (q, k, v))
-            return Swap.apply(core(q, k, v, mask).transpose(1, 2), self, False).transpose(1, 2)
+        """The attention that takes the place of `core`, which sees what is here."""
+        return core if self.kind == "ulysses" else lambda q, k, v, mask: Steps.apply(q, k, v, self)
 
-        def by_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            if torch.is_autocast_enabled(q.device.type):
-                q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-            return Steps.apply(q, k, v, self)
-
-        return by_heads if self.kind == "ulysses" else by_steps
+    def leave(self, y: Tensor) -> Tensor:
+        """Attention's output, of this rank's tokens and all heads."""
+        return Swap.apply(y, self, False) if self.kind == "ulysses" else y
 
     # -- Ulysses -----------------------------------------------------------------------------------------------------------
 

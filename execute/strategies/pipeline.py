@@ -16,12 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from costmodel.spec import Run
+from costmodel.spec.run import V_SHAPED
 from execute import compat
 from execute.dtypes import DTYPES
 from execute.losses import loss_of_logits
@@ -40,7 +48,7 @@ class Stages(nn.ModuleDict):
     mesh: DeviceMesh
 
     def __init__(self, run: Run, context: Context) -> None:
-        self.numbers = [s for s in range(run.plan.pp * run.plan.virtual_stages) if s % run.plan.pp == pipeline_rank(run)]
+        self.numbers = stages_on(run, pipeline_rank(run))
         parts = parts_of(run)
         self.first_layer = [sum(part.layers for part in parts[:s]) for s in range(len(parts))]
         """Where each stage of the pipeline begins in the model."""
@@ -69,6 +77,12 @@ class Stages(nn.ModuleDict):
 def pipeline_rank(run: Run) -> int:
     """pp is the outermost axis."""
     return dist.get_rank() // (run.plan.world_size // run.plan.pp)
+
+
+def stages_on(run: Run, rank: int) -> list[int]:
+    """The stages of a pipeline rank, in order of the model: round robin, or there and back as a V."""
+    p = run.plan
+    return [rank, 2 * p.pp - 1 - rank] if p.schedule in V_SHAPED else list(range(rank, p.pp * p.virtual_stages, p.pp))
 
 
 def parts_of(run: Run) -> list[Part]:
@@ -151,6 +165,11 @@ class Stage(compat.QuietStage):
                 self.reducer.finish()
             self.marks.backward_ended()
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self.marks.phase_of("backward"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            self.marks.backward_ended()
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         with self.marks.phase_of("backward"):
             super().perform_reduce_grad(grad_scale_factor)
@@ -195,13 +214,17 @@ class ScheduleNaive(PipelineScheduleSingle):
         stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
 
 
-SCHEDULES = {"naive": ScheduleNaive, "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES = {"naive": ScheduleNaive, "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
+             "zb-h1": ScheduleInterleavedZeroBubble, "interleaved-zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
+             "dualpipev": ScheduleDualPipeV}
+"""torch.distributed.pipelining has no ZB-H1 by name: it is the interleaved one with one stage a rank."""
 
 
 def _schedule(run: Run, stages: list[Stage], loss: Loss) -> Any:
     """The loss is scaled already, gradients are not scaled again."""
     kind = SCHEDULES[run.plan.schedule]
-    return kind(stages if run.plan.schedule == "interleaved" else stages[0], run.micro_batches, loss_fn=loss, scale_grads=False)
+    alone = issubclass(kind, PipelineScheduleSingle)
+    return kind(stages[0] if alone else stages, run.micro_batches, loss_fn=loss, scale_grads=False)
 
 
 @torch.no_grad()

@@ -67,17 +67,21 @@ def test_a_wrong_name_gets_a_suggestion(name: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("--pp 4", "--precision bf16-mixed (not given, so chosen): torch.autocast under a pipeline: not predicted yet."),
-    ("--pp 4 --zero 3", "--set plan.reshard_after_forward=true (not given, so chosen): under a pipeline FSDP2 keeps parameters gathered for all micro-batches. "
-                        "Use --set plan.reshard_after_forward=false."),
-    ("--pp 4 --zero 3 --set plan.reshard_after_forward=false",
-     "--set model.tied_embeddings=true (not given, so chosen): torch.distributed.pipelining does not tie weights across stages. "
-     "Use --set model.tied_embeddings=false, or --framework megatron."),
     ("--gpu tpu_v4", "--gpu tpu_v4: the kernels of this kind of device (tpu): not predicted yet. Use a GPU or a CPU."),
     ("--pp 4 --strategy zero1", "--strategy zero1: ZeRO-1 and -2 do not go with torch.distributed.pipelining. Use --strategy fsdp, or --strategy ddp."),
     ("--dp-replicate 2", "--dp-shard 4 (not given, so chosen): zero = 0 shards no state. Use --dp-replicate 8, or --zero 3 (FSDP).")])
 def test_a_value_that_nobody_wrote_is_named_by_its_flag(line: str, message: str) -> None:
     assert message in error(f"predict --params 1B --gpus 8 {line}")
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("--precision bf16", "--precision bf16: torch.autocast under a pipeline: not predicted yet."),
+    ("--zero 3 --set plan.reshard_after_forward=true",
+     "--set plan.reshard_after_forward=true: under a pipeline FSDP2 keeps parameters gathered for all micro-batches."),
+    ("--set model.tied_embeddings=true",
+     "--set model.tied_embeddings=true: torch.distributed.pipelining does not tie weights across stages.")])
+def test_a_pipeline_refuses_what_it_would_not_have_chosen(line: str, message: str) -> None:
+    assert message in error(f"predict --params 1B --gpus 8 --pp 4 {line}")
 
 
 def write(path: Path, text: str) -> Path:

@@ -78,8 +78,8 @@ def test_every_flag_of_a_run_is_offered() -> None:
 def test_every_flag_sets_a_field_that_exists() -> None:
     values = {"params": "1B", "model": "llama-3-8b", "cluster.gpu": "h100", "cluster.name": "dgx_h100", "plan.strategy": "fsdp", "plan.zero": "3",
               "plan.framework": "pytorch", "plan.schedule": "1f1b", "plan.checkpointing": "full", "recipe.precision": "bf16", "recipe.optimizer": "adamw",
-              "recipe.attention": "sdpa", "recipe.loss": "eager", "profile": "h100_sxm", "recipe.dropout": "0.1", "cluster.link_factors": "inter=0.5",
-              "plan.sequence_parallel": False, "recipe.compile": True}
+              "recipe.attention": "sdpa", "plan.cp_kind": "ring", "recipe.loss": "eager", "profile": "h100_sxm", "recipe.dropout": "0.1",
+              "cluster.link_factors": "inter=0.5", "plan.sequence_parallel": False, "recipe.compile": True}
     for flag in FLAGS:
         flags = {flag.field: values.get(flag.field, "1")}
         given = collect(None, {"params": "1B", **flags} if flag.field != "model" else flags, [])

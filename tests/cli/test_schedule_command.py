@@ -45,6 +45,15 @@ INTERLEAVED = """\
 """
 """arXiv 2104.04473, section 2.2, in small: 8 slots of work, 2 of bubble, (p-1)/(m v) = 1/4."""
 
+ZB_H1 = """\
+  slot    0              5              10
+  rank 0  F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+  rank 1  .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3
+  rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+  rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+"""
+"""arXiv 2401.10241, figure 2 (top), in small: 1F1B whose gradients of weights (W) wait, rank r being r of them behind, and fill its end."""
+
 
 def picture(line: str, width: int = 80) -> str:
     lines = call(f"schedule {line}", COLUMNS=str(width)).stdout.splitlines(keepends=True)
@@ -57,7 +66,8 @@ def picture(line: str, width: int = 80) -> str:
     ("--schedule gpipe --pp 4 --micro-batches 4 --backward 1", GPIPE),
     ("--schedule gpipe --pp 4 --micro-batches 4", GPIPE_BACKWARD_TWICE),
     ("--pp 4 --micro-batches 4 --backward 1", ONE_F_ONE_B),
-    ("--schedule interleaved --pp 2 --virtual-stages 2 --micro-batches 2 --backward 1", INTERLEAVED)])
+    ("--schedule interleaved --pp 2 --virtual-stages 2 --micro-batches 2 --backward 1", INTERLEAVED),
+    ("--schedule zb-h1 --pp 4 --micro-batches 4", ZB_H1)])
 def test_the_picture_is_the_one_written_by_hand(line: str, text: str) -> None:
     assert picture(line) == text
 
@@ -80,16 +90,20 @@ def test_interleaved_names_the_stage_by_a_letter() -> None:
     ("--pp 4 --micro-batches 32 --schedule gpipe --backward 1", "9.4% = (p - 1) / m", "8.6% = (p - 1) / (m + p - 1)"),
     ("--pp 4 --micro-batches 4 --schedule naive", "300.0% = p - 1", "75.0% = (p - 1) / p"),
     ("--pp 4 --micro-batches 32 --schedule interleaved --virtual-stages 2", "4.7% = (p - 1) / (m v)", "4.5% = (p - 1) / (m v + p - 1)"),
+    ("--pp 4 --micro-batches 32 --schedule zb-h1", "3.1% = (p - 1) F / (m (F + B))", "3.0% = (p - 1) F / (m (F + B) + (p - 1) F)"),
+    ("--pp 4 --micro-batches 32 --schedule zbv", "1.6% = (p - 1) F / (m v (F + B))", "1.5% = (p - 1) F / (m v (F + B) + (p - 1) F)"),
     ("--pp 1 --micro-batches 4", "0.0%", "0.0%")])
 def test_the_bubble_is_given_in_both_conventions(line: str, ideal: str, step: str) -> None:
-    """Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p-1)/m, and (p-1)/(m v) when interleaved."""
+    """Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p-1)/m, and (p-1)/(m v) when interleaved. ZB-H1: a third of 1F1B's (arXiv 2401.10241)."""
     text = call(f"schedule {line}").stdout
     assert f"over ideal  {ideal}" in text
     assert f"over step   {step}" in text
 
 
-@pytest.mark.parametrize(("schedule", "v", "held"), [("naive", 1, (1, 1, 1, 1)), ("gpipe", 1, (8, 8, 8, 8)), ("1f1b", 1, (4, 3, 2, 1))])
+@pytest.mark.parametrize(("schedule", "v", "held"), [("naive", 1, (1, 1, 1, 1)), ("gpipe", 1, (8, 8, 8, 8)), ("1f1b", 1, (4, 3, 2, 1)),
+                                                   ("zb-h1", 1, (4, 4, 4, 4)), ("zbv", 2, (8, 8, 8, 8))])
 def test_what_a_rank_holds(schedule: str, v: int, held: tuple[int, ...]) -> None:
+    """Qi et al. 2024 (arXiv 2401.10241), table 1: ZB-H1 and ZB-V hold at most the p micro-batches (of 2 half-size stages: 2p) that 1F1B does."""
     assert timetable(schedule, 4, v, 8).in_flight == held
 
 
@@ -119,8 +133,17 @@ def test_a_run_adds_its_layers_and_its_prediction(width: int) -> None:
 
 
 def test_a_run_that_is_not_predicted_still_has_its_schedule() -> None:
-    text = " ".join(call("schedule --params 1B --gpus 8 --pp 4 --zero 3").stdout.split())
-    assert "Its time is not predicted: plan.reshard_after_forward = true" in text
+    text = " ".join(call("schedule --params 1B --gpus 8 --pp 4 --precision bf16-mixed").stdout.split())
+    assert "Its time is not predicted: recipe.precision = bf16-mixed" in text
+
+
+def test_the_v_shape_says_its_stages_and_letters() -> None:
+    text = " ".join(call("schedule --pp 4 --micro-batches 8 --schedule zbv", COLUMNS="200").stdout.split())
+    assert "0 0, 7" in text
+    assert "on rank 0: a stage 0, b stage 7" in text
+    data = json.loads(call("schedule --pp 2 --micro-batches 4 --schedule dualpipev --json").stdout)
+    assert [rank["stages"] for rank in data["ranks"]] == [[0, 3], [1, 2]]
+    assert {cell["kind"] for cell in data["ranks"][0]["cells"]} == {"F", "B", "I", "W"}
 
 
 def test_json_has_stable_keys() -> None:
@@ -144,7 +167,14 @@ def test_json_has_stable_keys() -> None:
     ("--params 1B --pp 4 --schedule interleaved --virtual-stages 2 --micro-batches 9",
      "error: --micro-batches 9: the interleaved schedule needs micro-batches in 2 equal rounds. Use --grad-accum 8."),
     ("--pp 4 --schedule interlaved", "error: --schedule interlaved: this schedule is not known, or not predicted yet. Did you mean interleaved?"),
-    ("--pp 4 --schedule zbv", "error: --schedule zbv: this schedule is not known, or not predicted yet. Use one of naive, gpipe, 1f1b, interleaved."),
+    ("--pp 4 --schedule chimera", "error: --schedule chimera: this schedule is not known, or not predicted yet. "
+                                  "Use one of naive, gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipev."),
+    ("--pp 4 --schedule zbv --virtual-stages 3", "error: --virtual-stages 3: schedule zbv has two stages a rank. "
+                                                 "Use --virtual-stages 2, or --schedule interleaved-zb."),
+    ("--pp 4 --schedule interleaved-zb", "error: --virtual-stages 1: an interleaved schedule has at least 2 stages a rank. "
+                                         "Use --virtual-stages 2, or --schedule zb-h1."),
+    ("--pp 4 --schedule dualpipev --micro-batches 7", "error: --micro-batches 7: dualpipev needs at least as many micro-batches as stages, 8. "
+                                                      "Use --micro-batches 8, or --schedule zbv."),
     ("--pp 4 --micro-batches 1000000", "error: --micro-batches 1000000: 8,000,000 cells are too many to show. Use at most 50000 micro-batches."),
     ("--pp 2000", "error: --pp 2000: 2000 stages are too many to show. Use at most 1024."),
     ("--pp 4 --micro-batches 4 --grad-accum 3", "error: --micro-batches 4 and --grad-accum 3: both say how many micro-batches a step has. "

@@ -2,11 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from calling import call, error
 
+from costmodel import build_run, predict
 from costmodel.cli.waterfall import measured_step
+from costmodel.records import Outcome, Record, write_record
 
 ONE = "waterfall --params 1B --gpus 8 --zero 3"
 
@@ -61,6 +66,29 @@ def test_a_measured_mfu_is_the_mfu_of_the_answer() -> None:
     bars = json.loads(call(f"{ONE} --measured 31%  --json").stdout)["waterfall"]
     assert bars["mfu"] == pytest.approx(0.31)
     assert "that is 104% of the peak of h100_sxm" in error(f"{ONE} --measured 104%")
+
+
+def a_record(folder: Path, gpus: int, provenance: Any = "run") -> Path:
+    """What `execute run` keeps of a step of 250 ms."""
+    run = build_run(params="1B", cluster={"gpus": gpus}, plan={"zero": 3}, recipe={})
+    predicted = predict(run, scaling=False)
+    roles = tuple(replace(role, time=replace(role.time, step_s=0.25)) for role in predicted.roles if role.time)
+    record = Record(run, provenance, replace(predicted, roles=roles, provenance=provenance), Outcome(), None, "2026-01-01T00:00:00Z")
+    return write_record(record, folder / f"{provenance}{gpus}.json")
+
+
+def test_a_record_of_execute_run_gives_its_step(tmp_path: Path) -> None:
+    path = a_record(tmp_path, 8)
+    for run in (ONE, f"waterfall {path}"):
+        assert json.loads(call(f"{run} --measured {path} --json").stdout)["waterfall"]["measured_s"] == 0.25
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
+    other, alone = a_record(tmp_path, 16), a_record(tmp_path, 8, "solo")
+    assert error(f"{ONE} --measured {other}") == (f"error: --measured {other}: its step has 65,536 tokens on 16 GPUs, and the run 32,768 on 8. "
+                                                  f"Predict that very job: costmodel waterfall {other} --measured {other}.")
+    assert "it holds no step of a whole job" in error(f"{ONE} --measured {alone}")
+    assert error(f"{ONE} --measured none.json") == "error: --measured none.json: there is no such file."
 
 
 @pytest.mark.parametrize("text", ["2.84", "0s", "fast", "-1s", "1e3 s", "0%", "31 %/gpu", "1 h"])

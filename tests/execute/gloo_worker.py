@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ def seen(run: Any, keep: Path) -> dict[str, Any]:
             "collectives": sorted([c.kind, c.message_bytes, c.count, c.group, c.dtype] for c in role.collectives or ())}
 
 
+def seen_last(run: Any, keep: Path) -> dict[str, Any]:
+    """The same, as the last rank saw it."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seen(run, keep))
+    last: dict[str, Any] = everywhere[-1]
+    return last
+
+
 def learn(run: Any, keep: Path) -> list[float]:
     """The losses of five steps; the gradients of the first go to a file."""
     job, losses = training(run, 5), []
@@ -42,6 +50,25 @@ def learn(run: Any, keep: Path) -> list[float]:
         if step == 0:
             torch.save(gradients(job.prepared), keep / f"{dist.get_rank() if dist.is_initialized() else 0}.pt")
     return losses
+
+
+def arrive(run: Any, keep: Path) -> list[float]:
+    """The losses of five steps; the whole parameters that they led to go to a file."""
+    job, losses = training(run, 5), []
+    for step in range(job.steps):
+        losses.append(mean_over_ranks(make_ready(job, step)(None)))
+    model = getattr(job.prepared.model, "module", job.prepared.model)
+    with whole(model):
+        torch.save({name: p.detach().float().clone() for name, p in model.named_parameters()}, keep / f"{dist.get_rank() if dist.is_initialized() else 0}.pt")
+    return losses
+
+
+def whole(model: Any) -> Any:
+    """A context in which DeepSpeed's stage 3 has its parameters whole."""
+    if not any(hasattr(p, "ds_id") for p in model.parameters()):
+        return nullcontext()
+    import deepspeed
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 def trace(run: Any, keep: Path) -> None:
@@ -120,6 +147,9 @@ def gradients(prepared: Any) -> dict[str, Any]:
     return found
 
 
+WHAT: dict[str, Any] = {"seen": seen, "seen last": seen_last, "learn": learn, "arrive": arrive, "overflow": overflow, "trace": trace}
+
+
 def main() -> None:
     _, rendezvous, rank, world, cases, out = sys.argv
     torch.set_num_threads(1)
@@ -128,7 +158,7 @@ def main() -> None:
     for number, (name, (what, given)) in enumerate(json.loads(cases).items()):
         keep = folder / str(number)
         keep.mkdir(exist_ok=True)
-        results[name] = {"number": number, "result": {"seen": seen, "learn": learn, "overflow": overflow, "trace": trace}[what](build_run(**given), keep)}
+        results[name] = {"number": number, "result": WHAT[what](build_run(**given), keep)}
     if int(rank) == 0:
         (folder / "out.json").write_text(json.dumps(results))
     dist.barrier()

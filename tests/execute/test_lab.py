@@ -94,7 +94,8 @@ def test_it_is_measured_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("arguments", "says"), [(["--ranks", "3"], "--ranks 3: it must be one of 1, 2, 4"), (["--device", "tpu"], "--device tpu"),
-                                                 (["--steps", "0"], "--steps 0"),
+                                                 (["--steps", "0"], "--steps 0"), (["--timeout", "-1"], "--timeout -1: must be above 0."),
+                                                 (["--gpu", "nope"], "--gpu nope: is not in the catalogue."),
                                                  (["--only", "zero4"], "--only zero4: no strategy has this in its name. Use a part of DDP")])
 def test_bad_arguments_exit_2(arguments: list[str], says: str) -> None:
     result = CliRunner().invoke(app, ["lab", *(["--device", "cpu"] if "--device" not in arguments else []), *arguments])

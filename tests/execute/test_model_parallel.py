@@ -104,8 +104,8 @@ def test_1f1b_holds_fewer_micro_batches_the_later_the_stage_and_gpipe_all() -> N
     ({"tp": 2, "model": GPT}, "model.fused_qkv"), ({"tp": 2, "recipe": {"precision": "bf16-mixed"}}, "recipe.precision"),
     ({"tp": 2, "recipe": {"loss": "chunked"}}, "recipe.loss"), ({"tp": 2, "strategy": "zero1", "gpus": 4}, "plan.tp"),
     ({"pp": 2, "model": {**LLAMA, "tied_embeddings": True}, "recipe": {"grad_accum": 2}}, "model.tied_embeddings"),
-    ({"pp": 2, "recipe": {"grad_accum": 1}}, "recipe.grad_accum"), ({"pp": 2, "schedule": "zbv"}, "plan.schedule"),
-    ({"pp": 2, "gpus": 4, "strategy": "fsdp", "recipe": {"grad_accum": 2}}, "plan.reshard_after_forward"),
+    ({"pp": 2, "recipe": {"grad_accum": 1}}, "recipe.grad_accum"), ({"pp": 2, "schedule": "zb-h1", "checkpointing": "full"}, "plan.checkpointing"),
+    ({"pp": 2, "gpus": 4, "strategy": "fsdp", "reshard_after_forward": True, "recipe": {"grad_accum": 2}}, "plan.reshard_after_forward"),
 ])
 def test_what_pytorch_cannot_combine_is_refused_by_name(given: dict[str, Any], field: str) -> None:
     with pytest.raises(PlanError) as error:

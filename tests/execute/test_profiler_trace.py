@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from costmodel.report import Collective, TimeReport
-from execute.observe.trace import TraceError, load_trace, read_trace
+from execute.observe.trace import TraceError, load_trace, read_step, read_trace
 
 MS = 1e-3
 ORIGIN = 5_115_122_788_515.25
@@ -118,12 +118,37 @@ SENT = (Collective("backward", "tp", "all-reduce", 2, 1, 1000, 1000, 1000, "fp32
 
 def test_a_cpu_trace_gives_the_exact_exposed_and_idle_seconds() -> None:
     report = read_trace(CPU, SENT)
-    assert in_ms(report.breakdown) == {"matmul": 35, "attention": 8, "optimizer": 1, "memory-bound": 7, "exposed dp_shard": 15, "exposed pp": 4,
+    assert in_ms(report.breakdown) == {"matmul": 35, "attention": 8, "optimizer": 1, "memory-bound": 7, "exposed dp_shard": 15, "bubble": 4,
                                           "exposed tp": 13, "idle": 17}
+    assert report.bubble_s == pytest.approx(4 * MS)
+    assert set(report.exposed_s) == {"dp_shard", "tp"}
     assert in_ms(report.communication_s) == {"dp_shard": 15, "pp": 4, "tp": 25}
     assert in_ms(report.phases) == {"forward": 40, "backward": 50, "optimizer": 2, "other": 8}
     assert report.host_s is None
     parts_sum(report)
+
+
+def test_each_collective_has_the_seconds_of_the_events_of_its_kind_and_size() -> None:
+    """gloo's all-gather ran from 65 to 80, its all-reduce from 45 to 70; the reduce-scatter did not run, and a receive of 100 bytes waited from 92 to 96."""
+    seen = read_step(CPU, SENT).collectives
+    assert [None if c.total_s is None else round(c.total_s / MS, 4) for c in seen] == [25, 15, None, 4]
+    assert [(c.axis, c.kind, c.count) for c in seen] == [(c.axis, c.kind, c.count) for c in SENT]
+
+
+def test_equal_collectives_of_two_phases_share_their_seconds_by_their_number() -> None:
+    first, second = SENT[0], Collective("optimizer", "tp", "all-reduce", 2, 4, 1000, 1000, 1000, "fp32")
+    assert [c.total_s for c in read_step(CPU, (first, second)).collectives] == pytest.approx([5 * MS, 20 * MS])
+
+
+def test_nccl_tells_kind_and_size_beside_the_kernel() -> None:
+    """The arguments that PyTorch writes (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ParamCommsUtils.cpp)."""
+    def kernel(name: str, start: float, end: float, what: str, count: int, dtype: str) -> dict[str, Any]:
+        return event(f"ncclDevKernel_{name}", "kernel", start, end, COMM, **{"Collective name": what, "In msg nelems": count, "Out msg nelems": 2 * count,
+                                                                             "dtype": dtype, "Process Group Name": "3"})
+    trace = trace_of(kernel("AllGather_RING", 0, 10, "_allgather_base", 100, "BFloat16"), kernel("ReduceScatter", 20, 50, "_reduce_scatter_base", 500, "Float"),
+                     kernel("SendRecv", 60, 64, "recv", 25, "Float"))
+    sent = (SENT[1], SENT[2], Collective("forward", "dp_shard", "recv", 2, 1, 0, 200, 200, "fp32"))
+    assert [c.total_s for c in read_step(trace, sent, {"3": "dp_shard"}).collectives] == pytest.approx([10 * MS, 30 * MS, 4 * MS])
 
 
 def test_the_only_axis_needs_no_sizes() -> None:

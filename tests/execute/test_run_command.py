@@ -59,6 +59,11 @@ def test_a_job_is_timed_watched_and_recorded(start: Callable[..., Running]) -> N
         assert sum(time.phases.values()) == pytest.approx(time.step_s)
         assert sum(time.breakdown.values()) == pytest.approx(time.step_s)
         assert 0 < time.exposed_s["dp_shard"] <= time.communication_s["dp_shard"]
+        took = [c.total_s for c in role.collectives or ()]
+        assert all(took)
+        assert sum(s or 0.0 for s in took) >= time.communication_s["dp_shard"] * (1 - 1e-9), "one after the other they are no shorter than together"
+    tokens, matrices, head = 2 * 16, 4 * 32 * 32 + 3 * 32 * 64, 32 * 64
+    assert report.model_flops == tokens * (6 * (matrices + head) + 12 * 2 * 16 * 16)
     names = {e.get("name") for e in load_trace(running.folder / "trace.json")["traceEvents"]}
     assert {"step", "forward", "backward", "optimizer", "aten::mm", "gloo:all_reduce", "gloo:broadcast"} <= names
     assert running.left() == []
@@ -89,6 +94,7 @@ def test_two_nodes_meet_and_the_first_reports(start: Callable[..., Running]) -> 
     assert code == 0, errors
     assert "pipeline rank 0 of 2: a real job" in out
     assert "pipeline rank 1 of 2: a real job" in out
+    assert out.count("waiting for neighbours, transfers included") == 2
     code, out, errors = second.ended()
     assert (code, out) == (0, ""), errors
     assert errors.splitlines()[-1] == "done; node 0 has the report"

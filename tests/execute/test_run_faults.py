@@ -62,11 +62,21 @@ def test_a_hang_ends_with_the_time_and_says_where_each_rank_was(start: Callable[
 
 def test_out_of_memory_says_what_was_tried(start: Callable[..., Running]) -> None:
     """Of the process alone: RLIMIT_DATA of 3 GiB, and an embedding of 4 GiB."""
-    running = start("-o", "record.json", gpus=1, strategy="single", vocab=1 << 25, limit=3 << 30)
+    running = start("-o", "record.json", "--no-memory-check", gpus=1, strategy="single", vocab=1 << 25, limit=3 << 30)
     code, _, errors = running.ended()
     outcome = record(running).outcome
     assert (code, outcome.kind, outcome.rank, outcome.tried_bytes) == (3, "oom", 0, (1 << 25) * 32 * 4), errors
     assert running.left() == []
+
+
+def test_what_the_host_cannot_hold_is_refused_with_the_figure(start: Callable[..., Running]) -> None:
+    """A vocabulary of 2^33 and a width of 32: 2 x 2^33 x 32 x 16 bytes of states are 8 TiB, for each of two ranks."""
+    code, out, errors = start("-o", "record.json", vocab=1 << 33).ended()
+    assert (code, out) == (2, "")
+    said = errors.splitlines()[-1]
+    assert said.startswith("error: host memory = 16.0")
+    assert "2 ranks of this run need that much at least (8.0" in said
+    assert said.endswith("or --no-memory-check.")
 
 
 def test_ctrl_c_leaves_a_record_and_nothing_else(start: Callable[..., Running]) -> None:

@@ -51,6 +51,9 @@ TWO = {
     "moe, ddp": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,), MIXTURE), "moe, fsdp x ep 2": Case({"strategy": "fsdp", "ep": 2}, (1, 2), MIXTURE),
     "moe, fsdp x ep 2, checkpointed": Case({"strategy": "fsdp", "ep": 2, "checkpointing": "full"}, (1,), MIXTURE),
     "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
+    "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
+        {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
+    "pp zbv": Case({"strategy": "ddp", "pp": 2, "schedule": "zbv"}, (4,)), "pp dualpipev": Case({"strategy": "ddp", "pp": 2, "schedule": "dualpipev"}, (4,)),
 }
 FOUR = {
     "ddp of 4": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,)), "zero1 of 4": Case({"strategy": "zero1"}, (1,)),
@@ -64,6 +67,8 @@ FOUR = {
     "moe, fsdp 4 x ep 2, cut by rows": Case({"strategy": "fsdp", "ep": 2}, (1,), {**MIXTURE, "moe": {**MIXTURE["moe"], "experts": 2, "top_k": 1}}),
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
+    "pp 2 x fsdp 2 zbv": Case({"strategy": "fsdp", "pp": 2, "schedule": "zbv"}, (4,)),
+    "pp 2 x tp 2 zb-h1": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "zb-h1", "sequence_parallel": True}, (2,)),
     "pp 2 x tp 2": Case({"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}, (2,)),
 }
 SCALED = ("ddp", "zero1", "zero2", "fsdp")

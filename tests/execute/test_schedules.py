@@ -7,19 +7,33 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from small_runs import LLAMA, small_run
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from costmodel.program.schedule import rank_order
+from costmodel.spec import PlanError
+from execute import compat
 from execute.dryrun import observe
 from execute.strategies.pipeline import ScheduleNaive, Stage
 
-KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 def actions(order: Any) -> list[tuple[str, int, int]]:
-    """torch's actions without its idle slots and its reductions."""
-    return [(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order if a is not None and a.computation_type.name in KINDS]
+    """torch's actions without its idle slots and its reductions; of an overlapped pair one after the other, as the runtime performs it."""
+    flat = [part for a in order if a is not None for part in (a.sub_actions or (a,))]
+    return [(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in flat if a.computation_type.name in KINDS]
 
 
 class Recorder:
@@ -73,20 +87,68 @@ def test_interleaved_stages_run_in_torch_s_order() -> None:
                     assert [tuple(a) for a in rank_order("interleaved", p, v, m, rank)] == actions(torch_order), (p, v, m, rank)
 
 
-@pytest.mark.parametrize(("schedule", "p", "v", "rank"), [("naive", 2, 1, 1), ("gpipe", 2, 1, 0), ("1f1b", 4, 1, 1), ("interleaved", 2, 2, 0)])
+@pytest.mark.parametrize(("name", "kind", "virtual"), [("zb-h1", ScheduleInterleavedZeroBubble, (1,)),
+                                                       ("interleaved-zb", ScheduleInterleavedZeroBubble, (2, 3, 4)),
+                                                       ("zbv", ScheduleZBVZeroBubble, (2,)), ("dualpipev", ScheduleDualPipeV, (2,))])
+def test_split_backwards_run_in_torch_s_order(name: str, kind: Any, virtual: tuple[int, ...]) -> None:
+    for p in (1, 2, 3, 4, 8):
+        for v in virtual:
+            for m in (1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 2, 5 * p):
+                if name == "dualpipev" and m < 2 * p:
+                    continue
+                rounds = max(1, m // p)
+                schedule = SimpleNamespace(n_local_stages=v, pp_group_size=p, _n_microbatches=m, microbatches_per_round=m // rounds, num_stages=p * v)
+                for rank in range(p):
+                    torch_order = kind._calculate_single_rank_operations(schedule, rank)
+                    assert [tuple(a) for a in rank_order(name, p, v, m, rank)] == actions(torch_order), (p, v, m, rank)
+
+
+@pytest.mark.parametrize(("schedule", "p", "v", "rank"), [("naive", 2, 1, 1), ("gpipe", 2, 1, 0), ("1f1b", 4, 1, 1), ("interleaved", 2, 2, 0),
+                                                          ("zb-h1", 4, 1, 2), ("interleaved-zb", 2, 2, 1), ("zbv", 2, 2, 0), ("dualpipev", 2, 2, 1)])
 def test_the_dry_run_performs_the_schedule(schedule: str, p: int, v: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the stages are called for in two steps, against the order of one."""
     done: list[tuple[str, int, int]] = []
-    forward, backward = Stage.forward_one_chunk, Stage.backward_one_chunk
 
-    def record(kind: str, original: Any) -> Any:
+    def record(kind: str, name: str) -> None:
+        original = getattr(Stage, name)
+
         def one_chunk(self: Stage, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            done.append((kind, self.stage_index, chunk))
+            done.append((kind if kwargs.get("full_backward", True) else "I", self.stage_index, chunk))
             return original(self, chunk, *args, **kwargs)
-        return one_chunk
 
-    monkeypatch.setattr(Stage, "forward_one_chunk", record("F", forward))
-    monkeypatch.setattr(Stage, "backward_one_chunk", record("B", backward))
+        monkeypatch.setattr(Stage, name, one_chunk)
+
+    for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
+        record(kind, name)
     run = small_run({**LLAMA, "layers": 4}, "ddp", p, pp=p, schedule=schedule, virtual_stages=v, recipe={"grad_accum": 4, "seq_len": 32})
     observe(run, rank)
     assert done == 2 * [tuple(a) for a in rank_order(schedule, p, v, 4, rank)]
+
+
+def test_ddp_sees_no_gradient_of_a_split_backward() -> None:
+    """Why such a pipeline is refused: torch.autograd.grad, of which both passes are made, runs no hook of a parameter, and nothing says so."""
+    sent: list[int] = []
+
+    def reduced(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent.append(bucket.buffer().numel())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with compat.fake_world(2, 0):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        model.register_comm_hook(None, reduced)
+        x = torch.randn(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        assert sent == [20]
+        model.zero_grad()
+        with model.no_sync():
+            y = model(x)
+        model.reducer.prepare_for_backward([y])  # as backward_maybe_with_nosync does for the last micro-batch
+        _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+        assert all(p.grad is not None for p in model.parameters())
+        assert sent == [20]
+    run = small_run({**LLAMA, "layers": 4}, "ddp", 4, pp=2, schedule="zb-h1", recipe={"grad_accum": 4, "seq_len": 32})
+    with pytest.raises(PlanError, match="would not reduce them"):
+        observe(run, 0)

@@ -32,8 +32,10 @@ RUNS: dict[str, tuple[Any, int]] = {
     "tp": (cpu_run(LLAMA, "ddp", 2, tp=2), 0), "tp, loss parallel": (cpu_run(LLAMA, "ddp", 2, tp=2, sequence_parallel=True, loss_parallel=True), 1),
     "pp, first": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2), 0), "pp with ddp, last": (cpu_run(LLAMA, "ddp", 4, {"grad_accum": 4}, pp=2), 3),
     "hsdp": (cpu_run(LLAMA, "hsdp", 4, dp_replicate=2), 3), "fsdp with tp": (cpu_run(LLAMA, "fsdp", 4, tp=2, sequence_parallel=True), 1),
-    "cp ring": (cpu_run(LLAMA, "fsdp", 4, cp=4), 3), "cp all-gather": (cpu_run(LLAMA, "fsdp", 4, cp=4, cp_kind="allgather"), 0),
+    "cp ring": (cpu_run(LLAMA, "fsdp", 4, cp=4), 3),
     "cp ulysses": (cpu_run(LLAMA, "fsdp", 2, cp=2, cp_kind="ulysses"), 1),
+    "pp zb-h1": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2, schedule="zb-h1"), 1),
+    "pp zbv": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 4}, pp=2, schedule="zbv"), 0),
     "pp gpipe": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="gpipe"), 1),
     "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0)}
 

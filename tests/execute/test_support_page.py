@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import test_deepspeed
 import test_real_runs
 import test_same_mathematics
 import test_solo
@@ -44,7 +45,8 @@ def covered() -> dict[str, set[tuple[Any, ...]]]:
     same = [build_run(**test_same_mathematics.given(case, gpus, max(case.grad_accum), "sgd"))
             for cases, gpus in ((test_same_mathematics.TWO, 2), (test_same_mathematics.FOUR, 4)) for case in cases.values()]
     return {"dry run": {kind(build_run(**case.given)) for case in byte_cases.cases()}, "real ranks": {kind(run) for run in real},
-            "its dry run": {kind(run) for run, _ in test_solo.RUNS.values()}, "one process": {kind(run) for run in same}}
+            "its dry run": {kind(run) for run, _ in test_solo.RUNS.values()}, "one process": {kind(run) for run in same},
+            "real job": {kind(build_run(**given)) for given in test_deepspeed.HOLD.values()}}
 
 
 COVERED = covered()

@@ -147,6 +147,27 @@ def test_a_run_that_ends_badly_is_told_and_keeps_its_exit_code(run_file: str, mo
     assert "ended badly: mine: no memory left" in out
 
 
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--profile", "nope.toml"), "--profile nope.toml: there is no such file."), (("--steps", "0"), "--steps 0: must be at least 1. Use --steps 10."),
+    (("--timeout", "0"), "--timeout 0: must be above 0. Use --timeout 600."), (("--gpu", "nope"), "--gpu nope: is not in the catalogue."),
+    (("--profile", "broken.toml"), "--profile broken.toml: the file is not valid TOML")])
+def test_what_is_wrong_is_refused_before_the_first_case(arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.toml").write_text("[software\n")
+    code, out, errors = validated(*arguments, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert errors.startswith(f"error: {says}")
+    assert "validate: 1 of" not in errors
+
+
+def test_a_device_that_is_not_here_is_refused_before_the_first_case(run_file: str) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, errors = validated(run_file, "--device", "cuda")
+    assert (code, errors) == (2, "error: --device cuda: PyTorch sees no GPU on this machine. Use --device cpu, or leave it out.\n")
+
+
 @pytest.mark.parametrize("arguments", [("--mode", "wet"), ("--only", "nothing like it", "--mode", "dryrun"), ("--device", "tpu")])
 def test_what_it_does_not_know_exits_2(arguments: tuple[str, ...]) -> None:
     assert validated(*arguments)[0] == 2

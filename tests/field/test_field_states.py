@@ -11,6 +11,8 @@ from asked import GB, GIB, GPT, MIB, kept, memory, predicted, run_of, states
 
 from costmodel import StepReport, predict
 from costmodel.explain import explain
+from costmodel.program.build import build
+from costmodel.program.ir import Tensor
 
 BF16_GRADIENTS = {"base": "bf16-mixed", "gradient": "bf16", "reduce": "bf16"}
 
@@ -52,26 +54,30 @@ def test_a_gated_mlp_has_three_matrices() -> None:
 def test_deepspeeds_zero_2_takes_2_bytes_a_parameter_and_18_sharded_at_the_step() -> None:
     """C11, deepspeedai/DeepSpeed#965 and #5099: 2P + 18P/N for 2851M parameters on 8 GPUs is 11.3 GiB; buckets are not in the estimate.
 
-    18 = 2-byte and 4-byte gradients, 4 master, 8 Adam: the 4-byte gradients exist only while the step runs.
+    18 = 2-byte and 4-byte gradients, 4 master, 8 Adam: the 4-byte gradients exist only while the step runs. DeepSpeed itself (0.19.8) needs more than
+    its estimate for a moment: the 2-byte gradients once more, as one flat piece, and whole the parameters that its slice touches.
     """
     given: dict[str, Any] = {"params": "2851M", "gpus": 8, "plan": {"framework": "deepspeed", "zero": 2}, "seq_len": 64}
-    params = run_of(**given).model.params
+    model = run_of(**given).model
+    params = model.params
     peak = memory(predicted(**given)).phases["optimizer step"].by_category
     found = sum(v for k, v in peak.items() if k not in ("communication", "framework"))
-    assert found == pytest.approx(2 * params + 18 * params / 8, rel=1e-6)
-    assert found * 2851e6 / params / GIB == pytest.approx(11.3, abs=0.05)
+    estimate, flat = 2 * params + 18 * params / 8, 2 * params / 8
+    assert estimate * 2851e6 / params / GIB == pytest.approx(11.3, abs=0.05)
+    assert estimate + flat <= found * (1 + 1e-6) <= (estimate + flat + 2 * 2 * model.vocab * model.hidden) * (1 + 1e-6)
 
 
 def test_deepspeeds_zero_3_estimate_leaves_the_16_bit_gradients_out() -> None:
     """C11, DeepSpeed#4527: 29.01 GiB for 6805M on 4 GPUs is 18P/N + 4 bytes a parameter of the largest layer (131M).
 
     The estimator's 18 are the sharded parameters (2), master (4), Adam (8) and fp32 gradients (4). The 16-bit gradients from which the
-    last are made are still there at the step: 2P/N more.
+    last are made are still there at the step, and once more as one flat piece: 4P/N more.
     """
     given: dict[str, Any] = {"params": "6805M", "gpus": 4, "plan": {"framework": "deepspeed", "zero": 3}, "seq_len": 64}
     params = run_of(**given).model.params
     peak = memory(predicted(**given)).phases["optimizer step"].by_category
     estimated = sum(peak[k] for k in ("parameters", "master_weights", "optimizer", "temporaries"))
+    estimated -= 2 * params / 4
     assert (estimated * 6805e6 / params + 4 * 131e6) / GIB == pytest.approx(29.01, abs=0.02)
     assert peak["gradients"] == pytest.approx(2 * params / 4, rel=1e-6)
 
@@ -120,11 +126,15 @@ def test_deepspeeds_stage_0_in_bf16_shards_its_states() -> None:
     ("deepspeed", 3, {"parameters": (2, 0.25), "gradients": (2, 0.25), "master weights": (4, 0.5), "first moment": (4, 0.5), "second moment": (4, 0.5)}),
     ("pytorch", 3, {"parameters": (4, 0.5), "gradients": (4, 0.5), "first moment": (4, 0.5), "second moment": (4, 0.5)})])
 def test_each_frameworks_bytes_are_listed_term_by_term(framework: str, zero: int, expected: dict[str, tuple[float, float]]) -> None:
-    """C11 and C12: the same number of bytes a parameter hides different contents, so `explain` lists them, whole and over 8 ranks."""
+    """C11 and C12: the same number of bytes a parameter hides different contents, so `explain` lists them, whole and over 8 ranks. The gradients of
+    DeepSpeed's stage 2 live until the update, those of the parameters that its slice touches whole."""
     run = run_of(params="7B", gpus=8, plan={"framework": framework, "zero": zero}, seq_len=128, optimizer="adamw:foreach")
-    listed = {t.name: (t.whole, t.here) for t in explain(run).terms if t.between_steps and t.name in expected}
-    assert set(listed) == set(expected)
-    assert all(listed[name] == pytest.approx(figures, rel=1e-3) for name, figures in expected.items())
+    terms = {t.name: t for t in explain(run).terms if t.name in expected}
+    assert set(terms) == set(expected)
+    touched = {"gradients": 2 * 2 * run.model.ffn * run.model.hidden / run.model.params} if (framework, zero) == ("deepspeed", 2) else {}
+    for name, (whole, here) in expected.items():
+        assert (terms[name].whole, terms[name].between_steps) == (pytest.approx(whole, rel=1e-3), name not in touched)
+        assert here * (1 - 1e-3) <= terms[name].here <= here * (1 + 1e-3) + touched.get(name, 0.0), name
 
 
 # -- sharded over how many ---------------------------------------------------------------------------------------------------
@@ -220,14 +230,15 @@ def test_deepspeeds_buckets_outweigh_what_stage_2_saves() -> None:
     assert bert(2, 5e8) > bert(1, 5e7)
     assert bert(2, 5e7) < bert(1, 5e7)
     assert bert(1, 5e8) - bert(1, 5e7) == 4.5e8 * 2
-    assert bert(1, 5e8, overlap_grad_reduce=True) - bert(1, 5e8) == 5e8 * 2
+    assert bert(2, 5e8, overlap_grad_reduce=True) - bert(2, 5e8) == 5e8 * 2
 
 
 def test_left_out_the_bucket_is_deepspeeds_own() -> None:
     """C47: reduce_bucket_size is 5e8 elements unless set (deepspeed/runtime/zero/config.py), and overlap_comm is off in stages 1 and 2."""
     given: dict[str, Any] = {"model": BERT_LARGE, "gpus": 4, "seq_len": 128, "precision": "fp16-mixed", "gpu": "v100"}
-    found = states(predicted(**given, plan={"framework": "deepspeed", "zero": 2}))
-    assert found["communication"] == 5e8 * 2
+    run = run_of(**given, plan={"framework": "deepspeed", "zero": 2})
+    assert build(run).strategy.buffers() == (Tensor("reduce buckets", "communication", int(5e8 * 2)),)
+    assert states(predict(run, scaling=False)).get("communication", 0) == 0, "it lives during backward"
 
 
 def test_at_the_losss_peak_stage_2_has_nothing_to_save() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import build_run, predict
-from costmodel.program.schedule import pace, rounds
+from costmodel.program.schedule import bubble, linear_order, pace, passes, rounds
 
 SECONDS = st.integers(1, 50).map(float)
 SHAPES = st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 24))
@@ -46,6 +46,39 @@ def test_rounds_that_are_skipped_end_as_those_that_are_walked(shape: tuple[tuple
     assert skipped == pytest.approx(walked, rel=1e-12)
 
 
+@given(st.integers(1, 8), st.integers(1, 3), st.tuples(SECONDS, SECONDS, SECONDS))
+def test_zb_h1_idles_as_its_paper_says(p: int, turns: int, seconds: tuple[float, float, float]) -> None:
+    """Qi et al. 2024 (arXiv 2401.10241), table 1: (p - 1)(F + B - W) where 1F1B idles (p - 1)(F + B + W); B and W the gradients of inputs and weights.
+    It holds while W is not the longest of the three."""
+    forward, inputs, weights = seconds
+    weights = min(weights, max(forward, inputs))
+    m, work = turns * p, forward + inputs + weights
+    split, whole = (bubble(name, p, 1, m, forward=forward, backward=inputs + weights, weight=weights)[0] * m * work for name in ("zb-h1", "1f1b"))
+    assert whole == pytest.approx((p - 1) * work)
+    if weights <= min(forward, inputs):
+        assert split == pytest.approx((p - 1) * (forward + inputs - weights))
+    assert split <= whole + 1e-9
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("zb-h1", 1), ("interleaved-zb", 2), ("interleaved-zb", 3), ("zbv", 2), ("dualpipev", 2)])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_equal_passes_leave_a_third_of_the_bubble_of_one_forward_one_backward(schedule: str, v: int, p: int) -> None:
+    """Of the same stages with a whole backward: (p - 1)/(m v) becomes (p - 1)/(3 m v) where F = B = W."""
+    m = 3 * p
+    assert bubble(schedule, p, v, m)[0] == pytest.approx((p - 1) / (3 * m * v))
+
+
+@given(st.sampled_from(["zb-h1", "interleaved-zb", "zbv", "dualpipev"]), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_a_split_pipeline_takes_at_least_the_work_of_its_slowest_rank(schedule: str, p: int, turns: int, data: st.DataObject) -> None:
+    v, m = 1 if schedule == "zb-h1" else 2, turns * 2 * p
+    what = passes(schedule, p * v)
+    durations = data.draw(st.lists(SECONDS, min_size=len(what), max_size=len(what)))
+    steps = linear_order(schedule, p, v, m)
+    end = max(pace(rounds(schedule, p, v, m), p, m, durations, durations, durations, 0.0)[0])
+    assert end >= max(sum(durations[s.key] for s in steps if s.rank == r) for r in range(p))
+    assert end <= sum(durations[s.key] for s in steps)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_share_falls_through_predict_as_well(schedule: str) -> None:
     model = {"layers": 16, "hidden": 1024, "heads": 8, "ffn": 2816, "vocab": 256}
@@ -56,6 +89,19 @@ def test_the_share_falls_through_predict_as_well(schedule: str) -> None:
         times = [role.time for role in predict(run, scaling=False).roles if role.time]
         shares.append(max(t.bubble_s / t.step_s for t in times))
     assert shares == sorted(shares, reverse=True)
+
+
+def test_a_predicted_zero_bubble_step_idles_less_than_1f1b() -> None:
+    """Of layers alone, at most the paper's third and what unequal passes and messages add."""
+    model = {"layers": 16, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 128, "gated": False, "tied_embeddings": False}
+    idle = {}
+    for schedule in ("1f1b", "zb-h1", "zbv"):
+        run = build_run(model=model, cluster={"gpus": 4}, plan={"pp": 4, "schedule": schedule},
+                        recipe={"grad_accum": 16, "precision": "bf16-pure", "seq_len": 2048})
+        times = [role.time for role in predict(run, scaling=False).roles if role.time]
+        idle[schedule] = max(t.bubble_s or 0.0 for t in times)
+    assert idle["zb-h1"] < 0.55 * idle["1f1b"]
+    assert idle["zbv"] < idle["zb-h1"]
 
 
 @pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 1}, {"zero": 0, "overlap_grad_reduce": False}, {"zero": 1, "overlap_grad_reduce": False}])

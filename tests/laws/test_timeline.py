@@ -93,7 +93,8 @@ def test_the_collectives_are_those_of_the_report() -> None:
 
 
 @pytest.mark.parametrize("plan", [
-    {"pp": 4, "schedule": "gpipe"}, {"pp": 4}, {"pp": 4, "schedule": "interleaved", "virtual_stages": 2}, {"pp": 2, "zero": 3, "reshard_after_forward": False},
+    {"pp": 4, "schedule": "gpipe"}, {"pp": 4}, {"pp": 4, "schedule": "interleaved", "virtual_stages": 2}, {"pp": 2, "zero": 3},
+    {"pp": 2, "zero": 3, "schedule": "zbv"},
     {"pp": 4, "framework": "megatron", "zero": 1, "tp": 2, "sequence_parallel": True, "checkpointing": "full"}])
 def test_every_rank_of_a_pipeline_has_a_timeline_within_the_step(plan: dict[str, Any]) -> None:
     run = build_run(model={"base": "llama-3-8b", "layers": 16}, cluster={"gpus": 16}, plan=plan, recipe={"grad_accum": 8, "precision": "bf16-pure"})

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from costmodel import StepReport, build_run, predict
+from costmodel import Run, StepReport, build_run, predict
+from costmodel.program.build import build
+from costmodel.program.ir import expand
 from costmodel.report import MemoryReport, RoleReport
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -33,6 +35,18 @@ def memory(report: StepReport) -> MemoryReport:
 def states(report: StepReport) -> dict[str, int]:
     """What stays between steps, without the rotary tables and masks."""
     return {k: v for k, v in memory(report).states.items() if k != "framework"}
+
+
+def most(run: Run, category: str) -> int:
+    """The most bytes of a category that the first role ever has, in the order of its program."""
+    role = build(run).roles[0]
+    live = top = sum(t.nbytes for t in role.persistent if t.category == category)
+    for part in (role.first_step, role.step):
+        for op in (op for block in expand(part) for op in block.ops):
+            live += sum(t.nbytes for t in op.allocs if t.category == category)
+            top = max(top, live)
+            live -= sum(t.nbytes for t in op.frees if t.category == category)
+    return top
 
 
 def sent(role: RoleReport, wire: int | None = None) -> dict[str, int]:

@@ -143,6 +143,24 @@ def test_megatrons_host_waits_for_the_router_in_both_passes_of_every_layer() -> 
     assert host(2) - host(4) == pytest.approx(L * 0.00017 * (E // 2 - E // 4), rel=0.05)
 
 
+def test_graphs_hide_most_of_that_wait() -> None:
+    """software.pytorch's moe.graph_factor, 0.18."""
+    def stalled(graphs: bool) -> float:
+        time = step(MIXTURE, 8, plan={**MEGATRON, "ep": 8}, gpu="h100", cuda_graphs=graphs).roles[0].time
+        assert time is not None and time.host_s is not None
+        return time.host_s
+
+    assert stalled(False) - stalled(True) == pytest.approx(0.82 * L * (0.002 + 0.00017), rel=1e-6)
+
+
+def test_the_all_gather_dispatcher_brings_every_token_of_the_group_to_every_rank() -> None:
+    """Two all-gathers and two reduce-scatters a layer of ep x T x h elements, where the exchange moves k x T x h four times."""
+    role = step(MIXTURE, 8, plan={**MEGATRON, "ep": 4, "ep_dispatcher": "allgather"}).roles[0]
+    found = {(c.phase, c.kind): (c.count, c.message_bytes) for c in role.collectives or () if c.axis == "ep"}
+    whole = 4 * T * H * 2
+    assert found == {(phase, kind): (L, whole) for phase in ("forward", "backward") for kind in ("all-gather", "reduce-scatter")}
+
+
 def test_overlapped_exchanges_hide_behind_compute() -> None:
     def exposed(overlap: bool) -> float:
         plan = {**MEGATRON, "ep": 8, "ep_overlap": overlap}

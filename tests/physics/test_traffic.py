@@ -5,6 +5,7 @@ ZeroRedundancyOptimizer; deepspeed/runtime/zero/stage_1_and_2.py; Megatron-LM's 
 doc/PERFORMANCE.md (ring) and Sanders, Speck and Träff 2009 (double tree).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ LAYERS = 4 * (4 * 256**2 + 3 * 256 * 512 + 2 * 256)
 
 
 def role(plan: dict[str, Any], model: Any = LLAMA, gpus: int = N, **recipe: Any) -> RoleReport:
-    """The first role, without the small collectives of gradient clipping."""
-    return step(model, gpus, plan=plan, **{"clip_norm": 0.0, "precision": "fp32", **recipe}).roles[0]
+    """The first role, without the small collectives of gradient clipping (a norm, and DeepSpeed's flag, which it sends whether it clips or not)."""
+    found = step(model, gpus, plan=plan, **{"clip_norm": 0.0, "precision": "fp32", **recipe}).roles[0]
+    return replace(found, collectives=tuple(c for c in found.collectives or () if plan.get("framework") != "deepspeed" or c.message_bytes > 8))
 
 
 def psi(found: dict[str, int]) -> float:
@@ -38,13 +40,13 @@ def psi(found: dict[str, int]) -> float:
     ({"zero": 3, "reshard_after_forward": False}, "fp32", 4, {"all-gather": LLAMA_PARAMS, "reduce-scatter": LLAMA_PARAMS}),
     ({"framework": "deepspeed", "zero": 1}, "bf16-mixed", 2, {"all-reduce": LLAMA_PARAMS, "all-gather": LLAMA_PARAMS}),
     ({"framework": "deepspeed", "zero": 2}, "bf16-mixed", 2, {"all-reduce": LLAMA_PARAMS, "all-gather": LLAMA_PARAMS}),
-    ({"framework": "deepspeed", "zero": 3, "max_live_params": 0}, "bf16-mixed", 2,
-     {"all-gather": LLAMA_PARAMS + LAYERS, "reduce-scatter": LLAMA_PARAMS}),
+    ({"framework": "deepspeed", "zero": 3, "max_live_params": 0}, "bf16-mixed", 2, {"all-gather": LLAMA_PARAMS, "reduce-scatter": LLAMA_PARAMS}),
     ({"framework": "megatron"}, "fp32", 4, {"all-reduce": LLAMA_PARAMS}),
     ({"framework": "megatron", "zero": 1}, "fp32", 4, {"reduce-scatter": LLAMA_PARAMS, "all-gather": LLAMA_PARAMS}),
 ])
 def test_elements_sent_by_collective(plan: dict[str, Any], precision: str, wire: int, expected: dict[str, int]) -> None:
-    """By hand: Ψ elements in each; FSDP gathers layers in forward and in backward, the root (embedding, norm, head) once."""
+    """By hand: Ψ elements in each; FSDP gathers layers in forward and in backward, the root (embedding, norm, head) once. DeepSpeed's stage 3 keeps
+    what is used again within 1e9 parameters (stage3_max_reuse_distance), and gathers those of up to 100,000 elements once, after the update."""
     assert sent(role(plan, precision=precision), wire) == expected
 
 

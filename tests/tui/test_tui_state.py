@@ -41,7 +41,7 @@ def test_a_failed_change_keeps_the_last_run_and_its_repair_makes_it_whole() -> N
     assert state.problem is not None
     assert state.run.plan.pp == 1
     assert state.values["plan.pp"] == 2
-    assert state.problem.repair == {"plan.reshard_after_forward": False, "recipe.grad_accum": 2}
+    assert state.problem.repair == {"recipe.grad_accum": 2}
     mended = attempt(state, {**state.problem.changes, **state.problem.repair})
     assert (mended.run.plan.pp, mended.problem) == (2, None)
 

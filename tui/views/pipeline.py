@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from costmodel.program.schedule import BACKWARD, bubble, grid
+from costmodel.program.actions import FORWARD, WEIGHT
+from costmodel.program.schedule import bubble, grid
+from costmodel.program.zerobubble import SPLIT
 from costmodel.render.units import share
 from costmodel.spec import Run
 from tui.lines import Line, dim, fitted, line
@@ -48,7 +50,8 @@ def pipeline_map(run: Run, window: Window | None, whole_s: float, width: int, ro
         return []
     _, over_step = bubble(p.schedule, p.pp, p.virtual_stages, m)
     out: list[Line] = [fitted(line(Text("PIPELINE ", "head"), f"{p.schedule}  p = {p.pp}  m = {m}",
-                                   dim(f"   bubble {share(over_step)} of the step with equal stages   digits forward  B backward  · idle")), width)]
+                                   dim(f"   bubble {share(over_step)} of the step with equal stages   digits forward  "
+                                       f"{'I, W gradients of input, weights' if p.schedule in SPLIT else 'B backward'}  · idle")), width)]
     cells = grid(p.schedule, p.pp, p.virtual_stages, m, forward=1.0, backward=2.0)
     whole = max(row[-1].end for row in cells)
     room = width - 6
@@ -59,10 +62,10 @@ def pipeline_map(run: Run, window: Window | None, whole_s: float, width: int, ro
             a, b = round(cell.start / whole * room), round(cell.end / whole * room)
             if b <= a:
                 continue
-            back = cell.action.kind == BACKWARD
-            text = (f"B{cell.action.micro}" if len(f"B{cell.action.micro}") < b - a else "B") if back else str(cell.action.micro)
+            kind, back = cell.action.kind, cell.action.kind != FORWARD
+            text = (f"{kind}{cell.action.micro}" if len(f"{kind}{cell.action.micro}") < b - a else kind) if back else str(cell.action.micro)
             text = text if len(text) <= b - a else str(cell.action.micro)[-1]
-            drawn.put(a, text.ljust(b - a), f"p-{'B' if back else 'F'}{'' if i % 2 else ' bold'}")
+            drawn.put(a, text.ljust(b - a), f"p-{kind if kind == WEIGHT else 'B' if back else 'F'}{'' if i % 2 else ' bold'}")
         out.append([dim(f"pp{rank}".ljust(6)), *drawn.line()])
     if window is None:
         return out

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Comm, Op, Tensor, periods
-from costmodel.program.layers import Numbers
+from costmodel.program.layers import Numbers, batch_tensors
 from costmodel.program.optimizer import STATES, Update, clip_ops, update_ops
 from costmodel.program.tape import GradReady
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
@@ -65,6 +65,10 @@ class Strategy:
         if self.precision.master:
             state.append(Tensor("master weights", "master_weights", nbytes(self.inventory.numel, self.precision.master)))
         return state
+
+    def batch(self) -> tuple[Tensor, ...]:
+        """What a micro-batch puts on this rank."""
+        return batch_tensors(self.run)
 
     def update(self, role: str) -> Update:
         """What this rank's optimizer updates."""
@@ -176,8 +180,21 @@ class Strategy:
     def backward_end(self, micro: str) -> list[Op]:
         return []
 
-    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
-        """Under a pipeline, what waits until the last micro-batch is done: ops, and how often they repeat."""
+    def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
+        """Under a pipeline, what waits until the last micro-batch is done: ops, and how often they repeat. `left`: what a second pass of a split
+        backward left over (zerobubble.left_over), if any."""
+        return []
+
+    # A backward in two passes, whose words are those of costmodel.program.zerobubble: `first_pass` and `second_pass` make words one that mean the
+    # same here; `take_up` is what a first pass that has gone through a unit does with gradients that an earlier second pass left.
+
+    def first_pass(self, word: str) -> str:
+        return ""
+
+    def second_pass(self, word: str) -> str:
+        return FIRST if word == "opens" else LAST
+
+    def take_up(self, unit: str, word: str) -> list[Op]:
         return []
 
     def at_mark(self, mark: str, phase: str, index: int, micro: str, *, again: bool) -> list[Op]:

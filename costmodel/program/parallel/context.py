@@ -75,16 +75,34 @@ class ContextParallel:
             yield PlanError("plan.checkpointing", "selective", f"attention alone recomputed, in fp32 under {p.cp_kind} attention: not predicted yet.",
                             "Use full or none.")
 
+    def enter(self, w: "Walk", parts: tuple[Value, ...], *, fused: bool) -> tuple[Value, ...]:
+        """Queries, keys and values as attention takes them; `fused`: they are views of one matmul's output."""
+        if self.c == 1:
+            return parts
+        if self.kind == "ulysses":
+            return tuple(self._swap(w, t, f"{t.name}.heads", before=True, after=w.batch > 1) for t in parts)
+        return self._contiguous(w, parts) if fused else parts
+
+    def leave(self, w: "Walk", y: Value) -> Value:
+        """Attention's output, of this rank's tokens and all heads."""
+        if self.c == 1 or self.kind != "ulysses":
+            return y
+        return self._swap(w, y, f"{y.name}.tokens", before=w.batch > 1 and w.n.attention not in ("eager", "math"), after=True)
+
     def attention(self, w: "Walk", q: Value, k: Value, v: Value, core: Callable[[Value, Value, Value], Value]) -> Value:
-        """Attention of this rank's queries to the whole sequence; `core` is what one GPU does."""
+        """Attention to the whole sequence; `core` is attention over what is here."""
         if self.c == 1:
             return core(q, k, v)
-        return self._ulysses(w, q, k, v, core) if self.kind == "ulysses" else Steps(self, w, q, k, v).record()
+        if self.kind != "ulysses":
+            return Steps(self, w, q, k, v).record()
+        local = w.heads, w.kv_heads, w.seq
+        w.heads, w.kv_heads, w.seq = w.heads // self.c, w.kv_heads // self.c, w.seq * self.c
+        out = core(q, k, v)
+        w.heads, w.kv_heads, w.seq = local
+        return out
 
-    def contiguous(self, w: "Walk", parts: tuple[Value, ...], *, fused: bool) -> tuple[Value, ...]:
+    def _contiguous(self, w: "Walk", parts: tuple[Value, ...]) -> tuple[Value, ...]:
         """Ring and all-gather attention send whole tensors: views of a fused matmul's output are copied first."""
-        if self.c == 1 or self.kind == "ulysses" or not fused:
-            return parts
         rotated = w.run.model.positions == "rope" and w.run.model.rotary_fraction > 0 or w.run.model.qk_norm != "none"
         return tuple(t if rotated and at < 2 else self._copied(w, t) for at, t in enumerate(parts))
 
@@ -100,34 +118,27 @@ class ContextParallel:
             return Meeting(tokens, tokens, self.causal)
         return Meeting(tokens, tokens // 2 if self.balanced else tokens, False)
 
-    # -- Ulysses -----------------------------------------------------------------------------------------------------------
-
-    def _ulysses(self, w: "Walk", q: Value, k: Value, v: Value, core: Callable[[Value, Value, Value], Value]) -> Value:
-        """Attention over the whole sequence with 1/c of the heads."""
-        q, k, v = (self._to_heads(w, t) for t in (q, k, v))
-        local = w.heads, w.kv_heads, w.seq
-        w.heads, w.kv_heads, w.seq = w.heads // self.c, w.kv_heads // self.c, w.seq * self.c
-        out = core(q, k, v)
-        w.heads, w.kv_heads, w.seq = local
-        return self._to_tokens(w, out)
-
-    def _to_heads(self, w: "Walk", x: Value) -> Value:
-        """All heads of 1/c of the tokens become 1/c of the heads of all tokens: a copy by heads, the all-to-all, and with several sequences
-        a copy by tokens. Backward is the way back."""
-        x = _moved(w, x, f"{x.name}.by_heads")
-        x = self._all_to_all(w, x, f"{x.name}.heads")
-        return _moved(w, x, f"{x.name}.whole") if w.batch > 1 else x
-
-    def _to_tokens(self, w: "Walk", x: Value) -> Value:
-        """The way back."""
-        x = _moved(w, x, f"{x.name}.by_tokens") if w.batch > 1 else x
-        x = self._all_to_all(w, x, f"{x.name}.tokens")
-        return _moved(w, x, f"{x.name}.back")
-
-    def _all_to_all(self, w: "Walk", x: Value, name: str) -> Value:
-        y, comm = w.tape.value(name, x.numel, x.dtype), self.comm("all-to-all", x.nbytes, x.dtype)
-        w.tape.record(f"{name}.all_to_all", "collective", (x,), (y,), comm=comm, dtype=x.dtype,
-                      backs=(Back("all_to_all", "collective", 0, comm=comm, dtype=x.dtype),))
+    def _swap(self, w: "Walk", x: Value, name: str, *, before: bool, after: bool) -> Value:
+        """Heads against tokens: a copy in the order of the ranks (not where it lies so), the all-to-all, a copy back into one sequence (with one
+        sequence, heads need none). Backward is the way back; the gradient that enters it lives until it is done."""
+        tape, each, comm = w.tape, 2.0 * x.nbytes, self.comm("all-to-all", x.nbytes, x.dtype)
+        y = tape.value(name, x.numel, x.dtype)
+        sent, got = (tape.value(f"{name}.{what}", x.numel, x.dtype, False) for what in ("sent", "got"))
+        if before:
+            tape.record(f"{name}.pack", "memory", (x,), (sent,), nbytes=each, dtype=x.dtype)
+        packed, swapped = (Tensor(f"{name}.{what}.gradient", "temporaries", x.nbytes) for what in ("got", "sent"))
+        backs = [Back("all_to_all_gradient", "collective", None if before else 0, comm=comm, dtype=x.dtype, opens=swapped if before else None,
+                      closes=packed if after else None)]
+        if after:
+            backs.insert(0, Back("pack", "memory", nbytes=each, dtype=x.dtype, opens=packed))
+        if before:
+            backs.append(Back("unpack", "memory", 0, nbytes=each, dtype=x.dtype, closes=swapped))
+        source = (sent, x) if before else (x,)
+        if after:
+            tape.record(f"{name}.all_to_all", "collective", source, (got,), comm=comm, dtype=x.dtype)
+            tape.record(f"{name}.unpack", "memory", (x, got), (y,), nbytes=each, dtype=x.dtype, backs=tuple(backs))
+        else:
+            tape.record(f"{name}.all_to_all", "collective", (x, *source), (y,), comm=comm, dtype=x.dtype, backs=tuple(backs))
         return y
 
     def comm(self, kind: str, nbytes: int, dtype: str) -> Comm:
@@ -135,14 +146,6 @@ class ContextParallel:
         part = nbytes // self.c
         inside, outside = {"all-gather": (part, nbytes), "reduce-scatter": (nbytes, part), "send": (nbytes, 0), "recv": (0, nbytes)}.get(kind, (nbytes, nbytes))
         return Comm(AXIS, kind, nbytes, inside, outside, dtype, self.c)
-
-
-def _moved(w: "Walk", x: Value, name: str) -> Value:
-    """A copy in another order."""
-    y = w.tape.value(name, x.numel, x.dtype)
-    moved = 2.0 * x.nbytes
-    w.tape.record(name, "memory", (x,), (y,), nbytes=moved, dtype=x.dtype, backs=(Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype),))
-    return y
 
 
 class Steps:

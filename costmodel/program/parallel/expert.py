@@ -39,7 +39,7 @@ def local_expert(p: Param, ep: int, t: int) -> Param:
 class ExpertParallel:
     """What one rank of an ep group holds and gets; with ep = 1 it sends nothing."""
 
-    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event")
+    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "gathers")
 
     def __init__(self, run: Run, *, busiest: bool = True) -> None:
         assert run.model.moe is not None
@@ -49,6 +49,8 @@ class ExpertParallel:
         self.top_k = run.model.moe.top_k
         self.imbalance = run.recipe.moe_imbalance
         self.busiest = busiest
+        self.gathers = run.plan.ep_dispatcher == "allgather"
+        """Every rank gets all tokens of the group instead of the rows for its experts."""
         self.event = "experts" if run.plan.ep_overlap and self.n > 1 else ""
         """What the all-to-alls signal when done; empty where compute waits for each."""
         self.hooks = self.n > 1 and run.plan.framework == "pytorch"
@@ -65,6 +67,12 @@ class ExpertParallel:
         """An all-to-all of the group: elements that this rank sends and gets."""
         e = DTYPE_BYTES[dtype]
         return Comm(AXIS, "all-to-all", sent * e, sent * e, received * e, dtype, self.n)
+
+    def exchange_all(self, numel: int, dtype: str) -> tuple[Comm, Comm]:
+        """The all-gather of the tokens of all ranks, `numel` elements in all, and the reduce-scatter back."""
+        whole = numel * DTYPE_BYTES[dtype]
+        part = whole // self.n
+        return Comm(AXIS, "all-gather", whole, part, whole, dtype, self.n), Comm(AXIS, "reduce-scatter", whole, whole, part, dtype, self.n)
 
     def counts(self) -> Comm:
         """Every rank tells each other how many rows it sends to each of its experts."""
@@ -94,6 +102,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.ep > 1 and p.cp > 1, "plan.ep", p.ep, "expert parallelism beside context parallelism", "Use cp = 1 or ep = 1."),
             (pytorch and p.ep_overlap and p.ep > 1, "plan.ep_overlap", True, "all-to-alls that overlap compute in PyTorch's dialect",
              "Use ep_overlap = false, or framework = megatron."),
+            (p.ep_dispatcher == "allgather" and p.framework != "megatron", "plan.ep_dispatcher", p.ep_dispatcher, "all-gathers in place of all-to-alls",
+             "Use ep_dispatcher = alltoall, or framework = megatron."),
+            (p.ep_dispatcher == "allgather" and p.ep_overlap, "plan.ep_overlap", True, "all-gathers of tokens that overlap compute",
+             "Use ep_overlap = false."),
             (r.optimizer.name == "muon", "recipe.optimizer", "muon", f"Muon over the stacked matrices of {word}", "Use adamw."),
             (m.moe.aux_loss_coefficient > 0 and r.precision.loss_scaling, "model.moe.aux_loss_coefficient", m.moe.aux_loss_coefficient,
              "an auxiliary loss under loss scaling", "Use a bf16 precision, or aux_loss_coefficient = 0.")):

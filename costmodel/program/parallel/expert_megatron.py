@@ -63,8 +63,8 @@ class MegatronExperts(MegatronDP):
             return [*ops, Op("megatron.wait_experts", "wait", kernels=0, event="expert grads")]
         return [*ops, *(self._of_experts(size) for size in self.expert_buckets.sizes)]
 
-    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
-        sends = super().after_micro_batches()
+    def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
+        sends = super().after_micro_batches(left)
         return [*sends, *repeated(self.expert_buckets.sizes, lambda size: self._of_experts(size))] if sends and self.edp > 1 else sends
 
     def forward_begin(self, micro: str) -> list[Op]:

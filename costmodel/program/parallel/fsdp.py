@@ -16,6 +16,7 @@ from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
 from costmodel.program.parallel.base import LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
 from costmodel.program.tape import GradReady
+from costmodel.program.zerobubble import ADDS, ANEW, IDLE, OPENS
 from costmodel.spec import PlanError, Run
 
 ROOT = "root"
@@ -212,8 +213,29 @@ class FSDP(Strategy):
         return self._gather(LAYER, "gather")
 
     def on_grad(self, unit: str, index: int, ready: GradReady, micro: str) -> tuple[tuple[Tensor, ...], list[Op]]:
-        """Autograd leaves the unsharded gradient in the compute dtype; the layer's post-backward takes it."""
+        """Autograd leaves the unsharded gradient in the compute dtype; the layer's post-backward takes it. A second pass of a split backward adds to
+        what the one before left."""
+        if micro == ADDS:
+            made = Tensor(f"{ready.param.name}.new_grad", "temporaries", ready.nbytes)
+            return (made,), [Op(f"{ready.param.name}.accumulate_grad", "memory", nbytes=3.0 * ready.nbytes, dtype=ready.dtype, frees=(made,))]
         return (Tensor(f"{ready.param.name}.unsharded_grad", "communication", ready.nbytes),), []
+
+    # A split backward: post-backward runs in the first pass, when no gradient of a weight is there but what earlier second passes left. Of the dtype
+    # that is reduced, they are left where they are, and summed there.
+
+    @property
+    def _sums_in_place(self) -> bool:
+        return self.numbers.param == self.precision.reduce
+
+    def first_pass(self, word: str) -> str:
+        return IDLE if self._sums_in_place else word
+
+    def second_pass(self, word: str) -> str:
+        return ADDS if word == ANEW and self._sums_in_place else word
+
+    def take_up(self, unit: str, word: str) -> list[Op]:
+        """Gradients go, in the reduce dtype, into the sum of all micro-batches."""
+        return [] if word == IDLE else self._reduce(LAYER if unit == LAYER else ROOT, "first" if word == OPENS else MIDDLE, None)
 
     def _unsharded_grads(self, group: str) -> tuple[Tensor, ...]:
         extra = self.inventory.whole_lookups if group == ROOT else 0
@@ -225,8 +247,9 @@ class FSDP(Strategy):
             return ()
         return (Tensor("lookup gradients, cut", "communication", nbytes(self.inventory.lookups, self.numbers.param)),)
 
-    def _reduce(self, group: str, micro: str, previous: str | None) -> list[Op]:
-        """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard."""
+    def _reduce(self, group: str, micro: str, previous: str | None, left: str = IDLE) -> list[Op]:
+        """Post-backward of a group: reshard, wait for the previous reduce-scatter, copy in, reduce-scatter, keep the shard. `left`: gradients that a second
+        pass left are added first, or are all there is."""
         p, axis, n = self.precision, self.axes[group], self.size[group]
         if not self.groups[group].numel:
             return []
@@ -248,8 +271,12 @@ class FSDP(Strategy):
         ops: list[Op] = self._late_norm_sums(group) if finishing else []
         source = grads
         in_dtype = self.numbers.param
-        if finishing:
+        if finishing and left == ADDS:
+            ops += self._reduce(group, MIDDLE, None)
+        if finishing and left != OPENS:
             source, in_dtype = (accumulated,), p.reduce
+        elif finishing:
+            pass
         elif not self.sync_each and micro == LAST:
             moved = float(nbytes(whole, in_dtype) + 2 * nbytes(whole, p.reduce))
             ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, frees=grads))
@@ -312,15 +339,16 @@ class FSDP(Strategy):
             ops.append(Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)))
         return ops
 
-    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
+    def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
         """Every group's whole gradients are reduced, the root's first; parameters are resharded."""
         if not self.pipelined:
             return []
-        root, layers = self._reduce(ROOT, FINISH, None), self.inventory.layers
+        left = IDLE if self._sums_in_place or not left else left
+        root, layers = self._reduce(ROOT, FINISH, None, left), self.inventory.layers
         out = [(root, 1)]
         previous = ROOT if root else None
         if layers:
-            out += [(self._reduce(LAYER, FINISH, previous), 1), (self._reduce(LAYER, FINISH, LAYER), layers - 1)]
+            out += [(self._reduce(LAYER, FINISH, previous, left), 1), (self._reduce(LAYER, FINISH, LAYER, left), layers - 1)]
             previous = LAYER
         if previous:
             last = Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, self.precision.reduce))

@@ -133,7 +133,7 @@ class MegatronDP(Bucketed):
             return [Op("megatron.wait", "wait", kernels=0, event="grads")]
         return [self._reduce(size, "") for size in self.buckets.sizes]
 
-    def after_micro_batches(self) -> list[tuple[list[Op], int]]:
+    def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
         """core/distributed/finalize_model_grads.py, which the schedules call last."""
         if self.n == 1 or self.plan.overlap_grad_reduce:
             return []

@@ -4,7 +4,9 @@ Divides layers (and their state); stores nothing twice, except a tied embedding,
 all-reduce its gradient. Sends, per stage boundary, micro-batch and direction, one message of the residual stream. PyTorch's stages keep
 a receive buffer for every micro-batch, in both directions, from the first step on, and hold each stage's output until its backward;
 Megatron receives into fresh memory and drops an output once it is sent. With data parallelism, gradients are reduced in the last
-micro-batch's backward; under FSDP2 parameters stay gathered and gradients whole until all micro-batches are done.
+micro-batch's backward; under FSDP2 parameters stay gathered and gradients whole until all micro-batches are done. Where a V-shaped schedule puts
+two neighbouring stages on one rank, what they exchange takes the place of the receive buffer, and nothing is sent. Where backward is split, the
+gradient that was sent stays on its receive buffer until the next step begins (stage_backward_input sets `.grad`; clear_runtime_states).
 Sources: torch/distributed/pipelining/stage.py (2.13); NVIDIA/Megatron-LM core/pipeline_parallel/schedules.py.
 """
 
@@ -12,7 +14,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from costmodel.program.ir import Comm, Op, Tensor
-from costmodel.program.schedule import PREDICTED
+from costmodel.program.schedule import PREDICTED, rank_of
+from costmodel.program.zerobubble import SPLIT
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 
 AXIS = "pp"
@@ -65,6 +68,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
     if torch and m.tied_embeddings:
         yield PlanError("model.tied_embeddings", True, "torch.distributed.pipelining does not tie weights across stages.",
                         "Use model.tied_embeddings = false, or framework = megatron.")
+    if p.schedule in SPLIT:
+        yield from _split_refusals(run)
     if torch and p.schedule == "1f1b" and r.grad_accum < p.pp:
         yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
                         f"Use grad_accum = {p.pp}, or schedule = gpipe.")
@@ -72,10 +77,37 @@ def refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.loss", r.loss, "a pipeline's last stage hands out logits: not predicted with this loss.", "Use loss = eager or bf16.")
 
 
+def _split_refusals(run: Run) -> Iterator[PlanError]:
+    """What a backward in two passes does not go with, or not yet."""
+    p, r = run.plan, run.recipe
+    if p.framework != "pytorch":
+        yield PlanError("plan.schedule", p.schedule, "Megatron's core has no zero-bubble schedule.", "Use 1f1b or interleaved, or framework = pytorch.")
+    if r.compile:
+        yield PlanError("recipe.compile", True, "torch.distributed.pipelining does not split the backward of compiled stages.",
+                        "Use compile = false, or schedule = 1f1b or interleaved.")
+    if p.zero == 0 and p.dp > 1:
+        yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
+                        "Use 1f1b or interleaved, or strategy = fsdp.")
+    for on, field, value, what, fix in (
+            (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero, "FSDP2", "Use schedule = zbv, or dp = 1."),
+            (run.model.moe is not None, "model", run.model.name, "a mixture of experts", "Use a dense model, or schedule = 1f1b or interleaved."),
+            (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved."),
+            (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode, "activation checkpointing",
+             "Use checkpointing = none, or schedule = 1f1b or interleaved.")):
+        if on:
+            yield PlanError(field, value, f"{what} with a backward in two passes: not predicted yet.", fix)
+
+
+def local(run: Run, stage: int) -> bool:
+    """Whether a stage is on the rank of the stage before it."""
+    p = run.plan
+    return p.pp > 1 and rank_of(p.schedule, stage, p.pp) == rank_of(p.schedule, stage - 1, p.pp)
+
+
 class Links:
     """The messages of one stage: what is received and sent around a forward and a backward, and what that keeps."""
 
-    __slots__ = ("stage", "message", "dtype", "torch", "micro_batches", "group", "schedule")
+    __slots__ = ("stage", "message", "dtype", "torch", "micro_batches", "group", "schedule", "local_before", "local_after")
 
     def __init__(self, run: Run, stage: Stage, rows: int, dtype: str) -> None:
         self.stage = stage
@@ -85,6 +117,14 @@ class Links:
         self.micro_batches = run.micro_batches
         self.group = run.plan.pp
         self.schedule = run.plan.schedule
+        self.local_before = not stage.first and local(run, stage.number)
+        """The stage before is on this rank; so is the one after it."""
+        self.local_after = not stage.last and local(run, stage.number + 1)
+
+    @property
+    def splits(self) -> bool:
+        """Backward runs in two passes."""
+        return self.schedule in SPLIT and self.group > 1
 
     @property
     def keeps_last_output(self) -> bool:
@@ -122,8 +162,10 @@ class Links:
 
     def buffers(self) -> list[Tensor]:
         """Receive buffers that live from the first step on."""
-        count = (self.borrows_input + self.borrows_gradient) * self.micro_batches
-        return [Tensor("pipeline receive buffers", "communication", count * self.message)] if count else []
+        m = self.micro_batches * self.message
+        kinds = ((self.borrows_input, "activations" if self.local_before else "communication"),
+                 (self.borrows_gradient, "temporaries" if self.local_after else "communication"))
+        return [Tensor("pipeline receive buffers", category, m) for borrows, category in kinds if borrows]
 
     def _op(self, name: str, kind: str, allocs: tuple[Tensor, ...] = (), frees: tuple[Tensor, ...] = ()) -> Op:
         m = self.message
@@ -131,7 +173,7 @@ class Links:
         return Op(name, "collective", dtype=self.dtype, allocs=allocs, frees=frees, comm=comm, event="p2p")
 
     def before_forward(self) -> list[Op]:
-        if self.stage.first:
+        if self.stage.first or self.local_before:
             return []
         fresh = () if self.torch else (Tensor("hidden", "activations", self.message),)
         return [self._op("receive activation", "recv", fresh)]
@@ -139,11 +181,13 @@ class Links:
     def after_forward(self) -> list[Op]:
         if self.stage.last:
             return []
+        if self.local_after:
+            return [Op("hand on activation", "host", kernels=0, frees=(Tensor("hidden", "activations", self.message),))]
         drop = () if self.torch else (Tensor("hidden", "activations", self.message),)
         return [self._op("send activation", "send", frees=drop)]
 
     def before_backward(self) -> list[Op]:
-        if self.stage.last:
+        if self.stage.last or self.local_after:
             return []
         fresh = () if self.torch else (Tensor("grad:hidden", "temporaries", self.message),)
         return [self._op("receive gradient", "recv", fresh)]
@@ -153,7 +197,23 @@ class Links:
         ops: list[Op] = []
         if output and self.drops_output(micro):
             ops.append(Op("drop output", "host", kernels=0, frees=output))
+        return [*ops, *self._gradient_on(micro)]
+
+    def after_inputs(self) -> list[Op]:
+        """The first pass of a split backward is done."""
+        return self._gradient_on("", kept=True)
+
+    def sent_gradients(self, count: int) -> tuple[Tensor, ...]:
+        """What `count` first passes leave until the next step begins."""
+        kept = self.splits and not self.stage.first and not self.local_before
+        return (Tensor("grad:hidden", "temporaries", count * self.message),) if kept and count else ()
+
+    def _gradient_on(self, micro: str, *, kept: bool = False) -> list[Op]:
+        """The gradient of the stage's input goes to the stage before."""
+        gradient = (Tensor("grad:hidden", "temporaries", self.message),)
+        if self.local_before:
+            return [Op("hand on gradient", "host", kernels=0, frees=gradient)]
         if not self.stage.first:
-            late = self.keeps_sent_gradient and micro in (FIRST, ONLY)
-            ops.append(self._op("send gradient", "send", frees=() if late else (Tensor("grad:hidden", "temporaries", self.message),)))
-        return ops
+            late = kept or (self.keeps_sent_gradient and micro in (FIRST, ONLY))
+            return [self._op("send gradient", "send", frees=() if late else gradient)]
+        return []
