@@ -37,8 +37,7 @@ def test_filters_narrow_a_list() -> None:
     assert names("list models --family llama") < names("list models")
     assert "deepseek-v3" not in names("list models --predicted")
     assert names("list clusters --gpu h100") >= {"dgx_h100"}
-    assert {"tp", "pp", "cp"} <= names("list strategies --predicted") < names("list strategies")
-    assert "ep" not in names("list strategies --predicted")
+    assert names("list strategies --predicted") == {name for name, strategy in STRATEGIES.items() if strategy.predicted} <= names("list strategies")
 
 
 def test_precisions_optimizers_and_strategies_are_the_catalogues() -> None:
