@@ -232,7 +232,7 @@ def _groups(block: Block) -> list[list[Op]]:
                 chunk.append(op)
         else:
             out += [chunk] if chunk else []
-            out.append([op])
+            out += [[op], []] if op.kind == "route" else [[op]]  # the host comes to where compute is, and holds it up
             chunk = []
     return out + ([chunk] if chunk else [])
 
