@@ -7,6 +7,7 @@ from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
+from costmodel.program.zerobubble import SPLIT
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
@@ -180,6 +181,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    if p.pp > 1 and p.schedule in SPLIT:
+        notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
+                     "the next step.")
     if m.head_dim % 8:
         notes.append(f"Head size {m.head_dim} is not a multiple of 8: attention's matrix multiplications run several times slower.")
     if m.vocab % 64 and r.precision.compute != "fp32":
@@ -218,7 +222,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
         ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
-        ("recipe.moe_imbalance", r.moe_imbalance > 1 and p.ep == 1),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and (p.ep == 1 or r.moe_capacity_factor is not None)),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 
@@ -250,7 +254,7 @@ def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:
-    checked = run.plan.framework == "pytorch" and not run.plan.single_process
+    checked = run.plan.framework in ("pytorch", "nanochat") and not run.plan.single_process
     time: Basis = "guess" if profile.guess else "fitted"
     return {"states": "exact" if checked else "modelled", "allocated": "modelled", "reserved": "fitted", "device": "fitted",
             "collectives": "exact" if checked else "modelled", "time": time, "model_flops": "exact"}

@@ -213,6 +213,11 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             sent.append(op.comm)
             code = ISSUE if op.event and not op.inline else BLOCKING
             steps.append((code, 0.0, launched + prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, 0.0))
+        elif kind == "route":
+            stalled = prices.route_s(kernels)
+            host += stalled
+            busy["memory"] = busy.get("memory", 0.0) + stalled
+            steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, 0.0, stalled, stalled, "", "", 0.0)]
         else:
             steps.append((CONTROL[kind], 0.0, 0.0, 0.0, op.axis, op.event, 0.0))
     if chunk:

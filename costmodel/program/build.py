@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from costmodel.program import float8
 from costmodel.program.halves import Halves
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
@@ -28,6 +29,7 @@ from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.nanochat import Nanochat
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
@@ -71,6 +73,8 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     p = run.plan
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
         return (MegatronExperts if p.ep > 1 else MegatronDP)(run, numbers, inventory)
+    if p.framework == "nanochat":
+        return Nanochat(run, numbers, inventory)
     if p.framework == "deepspeed":
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
@@ -106,21 +110,24 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
+            (m.extra_params > 0, "model.extra_params", m.extra_params, f"parameters outside this scheme ({m.extra_params_note or 'not said which'})",
+             "Use model.extra_params = 0 to leave them out."),
             (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
              "gradients zeroed in place under this strategy", "Use zero_set_to_none = true."),
-            (p.framework == "nanochat", "plan.framework", "nanochat", "nanochat's distributed optimizer", "Use framework = pytorch."),
             (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
             (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
             (p.checkpointing.mode == "selective" and not {*p.checkpointing.ops} < {"attention", "op", ""} or len(p.checkpointing.ops) > 1,
              "plan.checkpointing.ops", list(p.checkpointing.ops), "this list of operations", 'Use ["attention"] or ["op"].'),
-            (r.precision.compute == "fp8", "recipe.precision", r.precision.name, "fp8 arithmetic", "Use bf16-mixed."),
-            (r.optimizer.name == "muon", "recipe.optimizer", "muon", "Muon", "Use adamw."),
+            (r.optimizer.name == "muon" and (p.framework not in ("pytorch", "nanochat") or p.framework == "pytorch" and p.zero > 0 or p.tp * p.pp > 1),
+             "recipe.optimizer", "muon", "Muon where matrices are split, or in this dialect", "Use ddp, the strategy muon-distributed, or adamw."),
             (p.framework == "pytorch" and r.precision.master is not None, "recipe.precision.master", r.precision.master,
              "a master copy in the PyTorch dialect", "Use parameter = fp32, or framework = megatron."),
             (r.cuda_graphs and r.compile is False and not (m.moe and p.framework == "megatron"), "recipe.cuda_graphs", True, "CUDA graphs of eager code",
              "Use compile = true with it.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
+    if r.precision.compute == "fp8" or r.precision.fp8_gather:
+        yield from float8.refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
     yield from ContextParallel.refusals(run, resolved_attention(run))
@@ -522,10 +529,12 @@ class Builder:
         """Clipping, the optimizer step and what is sent after it."""
         s = self.strategy
         clip = s.clip(s.update(role)) if self.run.recipe.clip_norm and clips else []
-        step = self.block(("update", role, first), "update", "optimizer", [*clip, *s.step(role, first)])
+        (begin, _), *rest = s.updates(role, first)
+        parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*clip, *begin]), 1)]
+        parts += [(self.block(("update", role, first, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(rest)]
         if role not in self.sends:
             self.sends[role] = [(Block("update", "optimizer", tuple(ops)), n) for ops, n in s.after_step(role)]
-        return seq(step, *self.sends[role])
+        return seq(*parts, *self.sends[role])
 
     def step(self, role: str, first: bool, micro_batches: int | None = None) -> Seq:
         """A step of the run's micro-batches, or of another number of them."""
@@ -581,7 +590,8 @@ def single_builder(run: Run, like: Program) -> Builder:
     same = ((spread.tp, spread.cp, spread.ep) == (run.plan.tp, run.plan.cp, run.plan.ep) and like.inventory.layers == run.model.layers
             and not spread.single_process)
     inventory = like.inventory if same else inventory_of(run)
-    return Builder(run, like.numbers, Strategy(run, like.numbers, inventory), inventory, like.builder if same else None)
+    alone = Nanochat if run.plan.framework == "nanochat" else Strategy
+    return Builder(run, like.numbers, alone(run, like.numbers, inventory), inventory, like.builder if same else None)
 
 
 def refuse(run: Run) -> None:
@@ -593,7 +603,7 @@ def refuse(run: Run) -> None:
 def _by_experts(run: Run, builder: Builder, role: str, ranks: int, example: int) -> list[tuple[str, int, int, Builder]]:
     """(role, ranks, example rank, builder): where the router sends more rows to some ranks of an ep group, those with the busiest experts and the others."""
     p, r = run.plan, run.recipe
-    if p.ep == 1 or r.moe_imbalance == 1.0:
+    if p.ep == 1 or r.moe_imbalance == 1.0 or r.moe_capacity_factor is not None:
         return [(role, ranks, example, builder)]
     others = Builder(run, builder.numbers, builder.strategy, builder.strategy.inventory, busiest=False)
     return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.tp, others)]

@@ -67,6 +67,18 @@ class Inventory(NamedTuple):
         return len(self.embedding.params) + self.layers * len(self.layer.params) + len(self.head.params)
 
     @property
+    def matrices(self) -> tuple[int, int]:
+        """Elements of the layers' matrices, and how many matrices they are."""
+        sizes = [p.numel for p in self.layer.params if len(p.shape) == 2]
+        return self.layers * sum(sizes), self.layers * len(sizes)
+
+    @property
+    def cast_weights(self) -> tuple[int, int]:
+        """Elements of the layers' matrices that fp8 casts, the router's left out, and how many matrices they are, each expert's counted."""
+        found = [(p.numel, p.shape[0] if len(p.shape) == 3 else 1) for p in self.layer.params if len(p.shape) > 1 and not p.name.startswith("router")]
+        return self.layers * sum(numel for numel, _ in found), self.layers * sum(matrices for _, matrices in found)
+
+    @property
     def largest(self) -> int:
         return max(self.embedding.largest, self.layer.largest, self.head.largest)
 

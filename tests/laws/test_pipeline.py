@@ -1,11 +1,15 @@
 """Laws of pipeline schedules: more micro-batches never raise the bubble share; no rank does more than the others can feed it."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import build_run, predict
+from costmodel.program.ir import expand
 from costmodel.program.schedule import bubble, linear_order, pace, passes, rounds
+from costmodel.repricing import program_of
 
 SECONDS = st.integers(1, 50).map(float)
 SHAPES = st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 24))
@@ -120,3 +124,21 @@ def test_megatron_reduces_the_gradients_of_all_stages_at_once(plan: dict[str, in
         sent = max(sum(s for axis, s in t.communication_s.items() if axis.startswith("dp")) for t in times)
         slower = max(t.breakdown.get("contention", 0.0) for t in times)
     assert steps[0] < steps[1] < steps[0] + sent + 8 * slower
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("zb-h1", 8), ("zb-h1", 3), ("interleaved-zb", 4), ("zbv", 8), ("zbv", 3)])
+def test_a_split_backward_under_fsdp_leaves_nothing_behind_and_is_timed(schedule: str, m: int) -> None:
+    """Of a reduce dtype that is not the gradients', first passes take up what second passes left: every rank's step allocates and frees the same, and its
+    phases sum to it."""
+    model = {"layers": 8, "hidden": 256, "heads": 4, "ffn": 512, "vocab": 256}
+    stages = {"virtual_stages": 2} if schedule == "interleaved-zb" else {}
+    run = build_run(model=model, cluster={"gpus": 8}, plan={"pp": 4, "zero": 3, "schedule": schedule, **stages}, recipe={"seq_len": 128, "grad_accum": m})
+    for role, ranks in zip(predict(run, scaling=False).roles, program_of(run).roles, strict=True):
+        left = Counter[str]()
+        for block in expand(ranks.step):
+            for op in block.ops:
+                for sign, tensors in ((1, op.allocs), (-1, op.frees)):
+                    for t in tensors:
+                        left[t.category] += sign * t.nbytes
+        assert not any(left.values())
+        assert role.time and role.time.step_s == pytest.approx(sum(role.time.phases.values()))

@@ -29,7 +29,7 @@ def arrival_order(params: tuple[Param, ...], model: Model, *, weight_first: bool
 
     Modules in reverse order of use: a post-norm before its block, the norms of a parallel residual last. Of a linear layer the bias
     before the weight, whose gradient passes through a transpose, or with `weight_first` the weight (autocast, where both pass
-    through a cast; losses that take the head in); of a norm the weight first.
+    through a cast, but for fp8 layers, which add their bias; losses that take the head in); of a norm the weight first.
     """
     groups: dict[str, list[Param]] = {}
     for p in params:
@@ -61,7 +61,8 @@ class Buckets:
         takes_head = run.recipe.loss in ("chunked", "fused")
         self._fill = _Fill(first_cap, cap)
         self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params, takes_head or autocast))}
-        layer, layers = walk(inventory.layer.params), inventory.layers
+        fp8 = run.recipe.precision.compute == "fp8"
+        layer, layers = walk(inventory.layer.params, autocast and not fp8), inventory.layers
         seen: dict[tuple[int, int, int], int] | None = {}
         filled: list[dict[str, Flush]] = []
         while len(filled) < layers:
