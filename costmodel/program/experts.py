@@ -13,6 +13,7 @@ which the gradient of the router's weights needs (Megatron multiplies inside the
 
 from typing import TYPE_CHECKING
 
+from costmodel.program import float8
 from costmodel.program.ir import Tensor
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.tape import Back, Value
@@ -152,6 +153,8 @@ def _grouped(w: "Walk", ep: ExpertParallel, x: Value, name: str, rows: int, out:
     n, tape, count = w.n, w.tape, ep.experts
     flops, each = 2.0 * rows * width * out, -(-rows // count)
     w.matmul_flops += 2.0 * w.tokens * ep.top_k * width * out
+    if n.fp8:
+        return float8.grouped(w, x, name, count, each, out, width)
     weight = Param(f"{name}.weight", (count, out, width))
     moved = float(w.e * (rows * (width + out) + weight.numel))
     y = tape.value(f"{name}.out", rows * out, n.act)

@@ -75,6 +75,8 @@ def strategy_name(plan: Plan) -> str:
         parts = ["DataParallel (one process)"]
     elif plan.dp_shard > 1 and plan.zero == 3 and plan.framework == "pytorch":
         parts = ["HSDP (FSDP2 within, replicas across)" if plan.dp_replicate > 1 else "FSDP2 (ZeRO-3)"]
+    elif plan.framework == "nanochat":
+        parts = ["nanochat's sharded Muon and AdamW" if plan.dp > 1 else "nanochat on a single GPU"]
     elif plan.zero:
         parts = [f"{FRAMEWORKS[plan.framework]} ZeRO-{plan.zero}" if plan.framework != "megatron" else "Megatron distributed optimizer"]
     else:

@@ -70,12 +70,11 @@ def test_out_of_memory_says_what_was_tried(start: Callable[..., Running]) -> Non
 
 
 def test_what_the_host_cannot_hold_is_refused_with_the_figure(start: Callable[..., Running]) -> None:
-    """A vocabulary of 2^33 and a width of 32: 2 x 2^33 x 32 x 16 bytes of states are 8 TiB, for each of two ranks."""
+    """A vocabulary of 2^33 and a width of 32: 2 x 2^33 x 32 x 16 bytes of states are 8 TiB, and 16 logits of fp32 a rank 512 GiB."""
     code, out, errors = start("-o", "record.json", vocab=1 << 33).ended()
     assert (code, out) == (2, "")
     said = errors.splitlines()[-1]
-    assert said.startswith("error: host memory = 16.0")
-    assert "2 ranks of this run need that much at least (8.0" in said
+    assert said.startswith("error: host memory = 17.00 TiB: 2 ranks of this run need that much at least (8.50 TiB each: 8.00 TiB of states, 512.")
     assert said.endswith("or --no-memory-check.")
 
 

@@ -32,6 +32,7 @@ class Case(NamedTuple):
     grad_accum: tuple[int, ...] = (1, 2)
     model: dict[str, Any] = LLAMA
     clip_norm: float = CLIPPED
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
     recipe: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -58,6 +59,7 @@ TWO = {
     "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
         {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
     "pp zbv": Case({"strategy": "ddp", "pp": 2, "schedule": "zbv"}, (4,)), "pp dualpipev": Case({"strategy": "ddp", "pp": 2, "schedule": "dualpipev"}, (4,)),
+    "nanochat": Case({"strategy": "muon-distributed"}, (2,), LLAMA, 0.0, ("adamw",)),
 }
 FOUR = {
     "ddp of 4": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,)), "zero1 of 4": Case({"strategy": "zero1"}, (1,)),
@@ -86,7 +88,7 @@ def given(case: Case, gpus: int, grad_accum: int, optimizer: str) -> dict[str, A
 
 def rows(cases: dict[str, Case]) -> dict[str, tuple[Case, int, str]]:
     return {f"{name}, {m} micro-batches, {optimizer}": (case, m, optimizer) for name, case in cases.items() for m in case.grad_accum
-            for optimizer in OPTIMIZERS}
+            for optimizer in case.optimizers}
 
 
 @pytest.fixture(scope="module")
