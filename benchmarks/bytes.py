@@ -137,7 +137,38 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + tensor_cases() + context_cases() + pipeline_cases() + expert_cases()
+    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases()
+
+
+def optimizer_cases() -> list[Case]:
+    """Muon, torch's and nanochat's."""
+    muon, tiny = {"optimizer": "muon"}, {"seq_len": 64, "micro_batch": 1}
+    return [
+        case("single llama muon", LLAMA, 1, "single", muon),
+        case("single gpt muon tiny batch", DEEP_GPT, 1, "single", {**muon, **tiny, "precision": "fp32"}),
+        case("single llama muon bf16-pure tiny batch", DEEP, 1, "single", {**muon, **tiny, "precision": "bf16-pure"}),
+        case("ddp gpt muon 8", GPT, 8, "ddp", muon),
+        case("nanochat llama 8", LLAMA, 8, "muon-distributed", {"grad_accum": 2}),
+        case("nanochat deep 8 tiny batch", DEEP, 8, "muon-distributed", tiny),
+        case("nanochat gpt 64, padded stacks", DEEP_GPT, 64, "muon-distributed", {**tiny, "precision": "bf16-pure"}),
+        case("nanochat deep 4 adamw", DEEP, 4, "muon-distributed", {**tiny, "optimizer": "adamw"}),
+        case("single llama bounded logits", {**LLAMA, "logit_softcap": 15.0}, 1, "single", {"precision": "bf16-pure"}),
+        case("nanochat-d20-oct2025 8", "nanochat-d20-oct2025", 8, "muon-distributed", {"micro_batch": 4}),
+    ]
+
+
+def float8_cases() -> list[Case]:
+    """fp8 linear layers in eager code, as torchao has them."""
+    fp8 = {"precision": "fp8"}
+    rowwise = {"precision": {"base": "fp8", "fp8_recipe": "rowwise"}}
+    return [
+        case("single llama fp8", DEEP, 1, "single", fp8),
+        case("single gpt fp8 rowwise", DEEP_GPT, 1, "single", rowwise),
+        case("ddp gpt fp8 8", GPT, 8, "ddp", fp8),
+        case("fsdp llama fp8 8", DEEP, 8, "fsdp", fp8),
+        case("fsdp llama fp8 8 rowwise full ckpt", DEEP, 8, "fsdp", rowwise, checkpointing="full"),
+        case("fsdp gpt fp8 8 tiny batch", DEEP_GPT, 8, "fsdp", {**fp8, "seq_len": 64, "micro_batch": 1}),
+    ]
 
 
 def tensor_cases() -> list[Case]:
@@ -270,6 +301,8 @@ def expert_cases() -> list[Case]:
         case("moe fsdp 8 x ep 4 accumulate foreach", deep, 8, "fsdp", {"grad_accum": 2, "optimizer": "adamw:foreach"}, ep=4),
         case("moe fsdp 8 x ep 4 accumulate, no sync", deep, 8, "fsdp", {"grad_accum": 2}, ep=4, sync_each_micro_batch=False),
         case("moe fsdp 8 x ep 4, twice the even share", deep, 8, "fsdp", {"moe_imbalance": 2.0}, ep=4),
+        case("moe single capacity 1.25", deep, 1, "single", {**pure, "moe_capacity_factor": 1.25}),
+        case("moe fsdp 8 x ep 4 capacity 1.25", deep, 8, "fsdp", {"moe_capacity_factor": 1.25}, ep=4),
         case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]

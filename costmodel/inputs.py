@@ -25,16 +25,16 @@ from costmodel.spec.sizing import model_from_params
 DEFAULT_GPU = "h100_sxm"
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_LOSS_CHUNKS = 8
-STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron")
+STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron", "muon-distributed")
 OPTIMIZER_WORDS = ("sgd", "momentum", "adam", "adamw", "adam8bit", "muon")
 STRATEGY_FIELDS: dict[str, dict[str, Any]] = {
     "single": {"zero": 0}, "ddp": {"zero": 0}, "dataparallel": {"zero": 0, "single_process": True}, "zero1": {"zero": 1},
     "zero2": {"zero": 2}, "zero3": {"zero": 3}, "fsdp": {"zero": 3}, "fsdp2": {"zero": 3}, "hsdp": {"zero": 3},
-    "megatron": {"framework": "megatron"}}
+    "megatron": {"framework": "megatron"}, "muondistributed": {"framework": "nanochat", "zero": 1}}
 """What each strategy word means; "hsdp" also shards within a node only."""
 OTHER_FIELDS = {
     "tp": "tp = 2, say", "pp": "pp = 2, say", "cp": "cp = 2, say", "ep": "ep = 2, say", "sequenceparallel": "sequence_parallel = true beside tp",
-    "megatrondistributedoptimizer": "the strategy megatron with ZeRO stage 1", "muondistributed": "optimizer = muon"}
+    "megatrondistributedoptimizer": "the strategy megatron with ZeRO stage 1"}
 """Ways to spread a step, by their names in `costmodel list strategies`, that are not a strategy word but a field."""
 INPUT_KEYS = ("model", "params", "cluster", "plan", "recipe", "profile")
 LARGEST_NUMBER = 10**15
@@ -304,6 +304,8 @@ def _plan(given: dict[str, Any], cluster: Cluster, assumed: dict[str, str]) -> P
     if strategy is not None:
         _apply_strategy(str(strategy), given)
     default_dialect = "framework" not in given
+    if given.get("framework") == "nanochat":
+        given.setdefault("zero", 1)
     other = given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
     if gpus % other:
         raise PlanError("plan", f"tp x pp x cp = {other}", f"it must divide the {gpus} GPUs.", f"Use --gpus {other * max(1, round(gpus / other))}.")
@@ -403,6 +405,9 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
     given["precision"] = _from_word("recipe.precision", given.get("precision", default), Precision, lambda word: precision_preset(word, plan))
     if "optimizer" in given:
         given["optimizer"] = _from_word("recipe.optimizer", given["optimizer"], OptimizerSpec, optimizer_word)
+    elif plan.framework == "nanochat":
+        given["optimizer"] = optimizer_word("muon")
+        assumed["recipe.optimizer"] = "muon (nanochat's; AdamW for tables, head and vectors)"
     else:
         assumed["recipe.optimizer"] = "adamw (default; fused kernel)"
     for key, words in _KERNEL_DEFAULTS.items():

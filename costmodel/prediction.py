@@ -2,11 +2,12 @@
 
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
-from costmodel.cost.prices import RunPrices, priced_bytes
+from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, single_builder
-from costmodel.program.ir import BlockCounts, block_counts
+from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
+from costmodel.program.zerobubble import SPLIT
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
@@ -36,7 +37,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     steps = [rank.parts for rank in program.pipeline] if pipelined else [role.step for role in program.roles]
     counts = [block_counts(step, seen) for step in steps]
     if pipelined:
-        times = pipeline_times(run, program, prices, scan, seen)
+        times = pipeline_times(run, program, prices, scan, counts)
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
@@ -120,17 +121,13 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 
 def _collectives(counts: BlockCounts, prices: RunPrices, scan: Scan) -> tuple[Collective, ...]:
     """The collectives of a step, equal ones together."""
-    found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
+    found: dict[tuple[str, Comm], int] = {}
     for block, times in counts:
-        for c in scan.of(block).sent:
-            phase = "backward" if block.phase == "recompute" else block.phase
-            key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
+        for comm in scan.of(block).sent:
+            key = ("backward" if block.phase == "recompute" else block.phase, comm)
             found[key] = found.get(key, 0) + times
-    out: list[Collective] = []
-    for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():
-        seconds = prices.seconds_of(axis, kind, priced_bytes(kind, message, outside), group)
-        out.append(Collective(phase, axis, kind, group, count, inside, outside, message, dtype, count * seconds))
-    return tuple(out)
+    return tuple([Collective(phase, c.axis, c.kind, c.group, count, c.in_bytes, c.out_bytes, c.nbytes, c.dtype, count * prices.collective_s(c))
+                  for (phase, c), count in found.items()])
 
 
 def _scaling(run: Run, program: Program, scan: Scan, fixed: float, step_s: float) -> Scaling:
@@ -184,6 +181,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    if p.pp > 1 and p.schedule in SPLIT:
+        notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
+                     "the next step.")
     if m.head_dim % 8:
         notes.append(f"Head size {m.head_dim} is not a multiple of 8: attention's matrix multiplications run several times slower.")
     if m.vocab % 64 and r.precision.compute != "fp32":
@@ -222,7 +222,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
         ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
-        ("recipe.moe_imbalance", r.moe_imbalance > 1 and p.ep == 1),
+        ("recipe.moe_imbalance", r.moe_imbalance > 1 and (p.ep == 1 or r.moe_capacity_factor is not None)),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]
 
 
@@ -254,7 +254,7 @@ def _what_if(run: Run, program: Program, late: dict[int, float]) -> list[str]:
 
 
 def _basis(profile: Profile, run: Run) -> dict[str, Basis]:
-    checked = run.plan.framework == "pytorch" and not run.plan.single_process
+    checked = run.plan.framework in ("pytorch", "nanochat") and not run.plan.single_process
     time: Basis = "guess" if profile.guess else "fitted"
     return {"states": "exact" if checked else "modelled", "allocated": "modelled", "reserved": "fitted", "device": "fitted",
             "collectives": "exact" if checked else "modelled", "time": time, "model_flops": "exact"}

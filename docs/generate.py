@@ -65,7 +65,7 @@ MEANINGS = {
     "Recipe.token_dtype": "dtype of token ids.", "Recipe.warmup_steps": "Steps of linear warm-up.", "Recipe.schedule": "Learning-rate schedule.",
     "Precision.name": "Name, for people.", "Precision.parameter": "dtype the module holds and gathers from.",
     "Precision.compute": "dtype that kernels see.", "Precision.optimizer_state": "dtype of the optimizer's states.",
-    "Precision.loss_scaling": "The loss is scaled against underflow.", "Precision.fp8_recipe": "How fp8 tensors are scaled.",
+    "Precision.loss_scaling": "The loss is scaled against underflow.",
     "OptimizerSpec.name": "Update rule.", "OptimizerSpec.implementation": "Which kernels run it.", "OptimizerSpec.lr": "Learning rate.",
     "OptimizerSpec.betas": "Decay of Adam's moments.", "OptimizerSpec.eps": "Adam's ε.", "OptimizerSpec.weight_decay": "Weight decay.",
     "OptimizerSpec.momentum": "Momentum of SGD and Muon.",

@@ -108,7 +108,7 @@ ROWS = (
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
     Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
     Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
-    Row("muon-distributed", "nanochat", {"framework": "nanochat", "zero": 2}, recipe={"optimizer": "muon"}),
+    Row("muon-distributed", "nanochat", {"strategy": "muon-distributed"}),
 )
 
 
@@ -119,11 +119,15 @@ class Part(NamedTuple):
     recipe: Mapping[str, Any] = NOTHING
     plan: Mapping[str, Any] = NOTHING
     model: Any = LLAMA
+    gpu: str = "h100_sxm"
 
 
 PARTS = (
     Part("fp32", {"precision": "fp32"}), Part("tf32", {"precision": "tf32"}), Part("fp16-mixed", {"precision": "fp16-mixed"}),
-    Part("bf16-mixed", {"precision": "bf16-mixed"}), Part("bf16-pure", PURE), Part("fp8", {"precision": "fp8"}),
+    Part("bf16-mixed", {"precision": "bf16-mixed"}), Part("bf16-pure", PURE), Part("fp8: one scale a tensor", {"precision": "fp8"}),
+    Part("fp8: scales by rows", {"precision": {"base": "fp8", "fp8_recipe": "rowwise"}}),
+    Part("fp8: blocks of 32 (mxfp8)", {"precision": {"base": "fp8", "fp8_recipe": "mxfp8"}, "compile": True}, gpu="b200"),
+    Part("fp8: gathered by FSDP2", {"precision": {"base": "fp8", "fp8_gather": True}}, {"strategy": "fsdp"}),
     Part("SGD", {"optimizer": "sgd:foreach"}), Part("SGD with momentum", {"optimizer": "momentum:foreach"}), Part("Adam", {"optimizer": "adam"}),
     Part("AdamW, fused", {"optimizer": "adamw"}), Part("AdamW, foreach", {"optimizer": "adamw:foreach"}), Part("8-bit Adam", {"optimizer": "adam8bit"}),
     Part("Muon", {"optimizer": "muon"}),
@@ -222,7 +226,7 @@ def parts_table() -> str:
     """Every part of a run, under FSDP over 8 ranks where it needs ranks, else on one."""
     lines = ["| part of a run | predicted | dry run | one device | gloo, NCCL |", "|---|---|---|---|---|"]
     for part in PARTS:
-        found = answers(build_run(model=part.model, cluster={"gpu": "h100_sxm", "gpus": 1}, plan={"strategy": "single", **part.plan},
+        found = answers(build_run(model=part.model, cluster={"gpu": part.gpu, "gpus": 1}, plan={"strategy": "single", **part.plan},
                                   recipe={"seq_len": 256, **part.recipe}))
         lines.append(f"| {part.words} | " + " | ".join("yes" if yes else "no" for yes in found[:4]) + " |")
     return "\n".join(lines)

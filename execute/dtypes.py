@@ -2,8 +2,9 @@
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64,
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "int64": torch.int64,
           "int32": torch.int32}
+"""fp8 is what execute.float8 multiplies inside a linear layer; what flows between layers is bf16."""
 WORDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.int32: "int32",
          torch.uint8: "uint8", torch.bool: "bool"}
 

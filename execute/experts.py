@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return, misc"
 """A mixture of experts: router, permutation, grouped matrix products, and the exchange with the other ranks of an expert-parallel group.
 
-No token is dropped. The rows of a token travel sorted by expert; how many go where is read from the counts by the host. On fake tensors, which have
-no values, every expert gets its even share, and the busiest rank recipe.moe_imbalance times that.
+No token is dropped unless recipe.moe_capacity_factor gives every expert so many slots. The rows of a token travel sorted by expert; how many go where is
+read from the counts by the host, where it is not given by the slots. On fake tensors, which have no values, every expert gets its even share, and the
+busiest rank recipe.moe_imbalance times that.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from costmodel.spec import Model, Recipe
-from costmodel.spec.routing import rows_by_rank
+from costmodel.spec.routing import rows_by_rank, slots
 from execute import compat
 from execute.kernels import Kernels
 
@@ -49,8 +50,8 @@ class Experts(nn.Module):
         return 0 if self.group is None else dist.get_rank(self.group) * self.here
 
     def forward(self, x: Tensor, token: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        """x [n, hidden]; `token` [n k]: the token of each routed row, sorted by expert; `counts` [all]: rows of each expert; `weights` [n k, 1]. The
-        results of the rows, times their weights."""
+        """x [n, hidden]; `token` [n k]: the token of each routed row, sorted by expert (or of each slot); `counts` [all]: rows of each expert; `weights`
+        [n k, 1]. The results of the rows, times their weights."""
         return self.results(x, token, counts) * weights
 
     def results(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
@@ -58,8 +59,10 @@ class Experts(nn.Module):
         rows = Rows.apply(x.to(self.compute), token)
         if self.group is None:
             return self.block(rows, counts)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
+        theirs = counts
+        if self.recipe.moe_capacity_factor is None:
+            theirs = torch.empty_like(counts)
+            dist.all_to_all_single(theirs, counts, group=self.group)
         send, receive = self.splits(len(token), counts, theirs)
         rows = compat.all_to_all(rows, receive, send, self.group)
         if self.here == 1:
@@ -72,6 +75,8 @@ class Experts(nn.Module):
 
     def splits(self, rows: int, counts: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
         """How many rows this rank sends to each rank of the group, and gets from it."""
+        if self.recipe.moe_capacity_factor is not None:
+            return ([rows // self.ranks] * self.ranks,) * 2
         if isinstance(counts, compat.FakeTensor):
             send = rows_by_rank(rows, self.ranks, self.recipe.moe_imbalance)
             return send, [send[dist.get_rank(self.group)]] * self.ranks
@@ -109,12 +114,30 @@ def mixture(x: Tensor, router: nn.Linear, experts: Experts, top_k: int, score: s
     order = chosen.argsort(stable=True)
     token = order // top_k
     counts = torch.zeros(experts.all, dtype=chosen.dtype, device=x.device).scatter_add_(0, chosen, torch.ones_like(chosen))
-    del chosen
     if aux_loss:
         share = AuxiliaryLoss.apply(share, aux_loss * balance(scores, counts))
-    weights = share.flatten()[order].unsqueeze(-1).to(experts.compute)
-    del scores, share, order
+    sorted_share = share.flatten()[order]
+    if experts.recipe.moe_capacity_factor is not None:
+        slot, each = slots_of(chosen[order], counts, experts.recipe.moe_capacity_factor)
+        token = _placed(token, slot, each * experts.all)
+        sorted_share = _placed(sorted_share, slot, each * experts.all)
+        counts = torch.full_like(counts, each)
+        del slot
+    weights = sorted_share.unsqueeze(-1).to(experts.compute)
+    del chosen, scores, share, sorted_share, order
     return Summed.apply(experts(flat, token, counts, weights), token, len(flat)).view(x.shape)
+
+
+def slots_of(expert: Tensor, counts: Tensor, factor: float) -> tuple[Tensor, int]:
+    """The slot of each row, given its expert in ascending order, and how many slots an expert has; rows beyond them share one more slot, the last."""
+    each = slots(len(expert), len(counts), factor)
+    place = torch.arange(len(expert), device=expert.device) - (counts.cumsum(0) - counts)[expert]
+    return torch.where(place < each, expert * each + place, each * len(counts)), each
+
+
+def _placed(values: Tensor, slot: Tensor, slots_: int) -> Tensor:
+    """[slots]: values in their slots, zeros in those that stay empty; what is in the last slot of all is dropped."""
+    return values.new_zeros(slots_ + 1).scatter(0, slot, values)[:-1]
 
 
 def balance(scores: Tensor, counts: Tensor) -> Tensor:

@@ -15,21 +15,26 @@ from execute.dtypes import DTYPES
 Head = Callable[[Tensor], Tensor]
 
 
-def eager_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+def bounded(logits: Tensor, softcap: float) -> Tensor:
+    """c·tanh(logits/c) (Gemma 2, nanochat); as they are where c is 0."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def eager_loss(hidden: Tensor, head: Head, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """Logits in the compute dtype, a float32 copy, log-softmax. Nothing here outlives the call but what autograd saves."""
-    return F.cross_entropy(head(hidden).float().flatten(0, -2), targets.flatten())
+    return F.cross_entropy(bounded(head(hidden).float(), softcap).flatten(0, -2), targets.flatten())
 
 
-def loss_of_logits(recipe: Recipe, logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of_logits(recipe: Recipe, logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """The eager or the bf16 loss of logits that somebody else holds: the last stage of a pipeline."""
-    return F.cross_entropy((logits.float() if recipe.loss == "eager" else logits).flatten(0, -2), targets.flatten())
+    return F.cross_entropy(bounded(logits.float() if recipe.loss == "eager" else logits, softcap).flatten(0, -2), targets.flatten())
 
 
-def low_precision_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+def low_precision_loss(hidden: Tensor, head: Head, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """Cross-entropy on the logits as the head gives them, without a float32 copy (autocast is off for it)."""
     logits = head(hidden).flatten(0, -2)
     with torch.autocast(hidden.device.type, enabled=False):
-        return F.cross_entropy(logits, targets.flatten())
+        return F.cross_entropy(bounded(logits, softcap), targets.flatten())
 
 
 def chunked_loss(hidden: Tensor, head: Head, targets: Tensor, chunks: int, around: Around) -> Tensor:
@@ -85,7 +90,8 @@ def fused_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         return FusedLinearCrossEntropy.apply(hidden.flatten(0, -2).to(compute), weight.to(compute), low_bias, targets.flatten(), chunks)
 
 
-def head_and_loss(recipe: Recipe, hidden: Tensor, output: nn.Linear, tied: Tensor | None, targets: Tensor, around: Around) -> Tensor:
+def head_and_loss(recipe: Recipe, hidden: Tensor, output: nn.Linear, tied: Tensor | None, targets: Tensor, around: Around,
+                  softcap: float = 0.0) -> Tensor:
     """The mean cross-entropy of the recipe's kind. `output` is the head; `tied` is its matrix where it has none."""
     def head(x: Tensor) -> Tensor:
         return output(x, tied=tied)
@@ -95,4 +101,4 @@ def head_and_loss(recipe: Recipe, hidden: Tensor, output: nn.Linear, tied: Tenso
     if recipe.loss == "fused":
         weight = output.weight if tied is None else tied
         return fused_loss(hidden, weight, output.bias, targets, recipe.loss_chunks, DTYPES[recipe.precision.compute])
-    return (eager_loss if recipe.loss == "eager" else low_precision_loss)(hidden, head, targets)
+    return (eager_loss if recipe.loss == "eager" else low_precision_loss)(hidden, head, targets, softcap)

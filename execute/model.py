@@ -16,6 +16,7 @@ from costmodel.spec import Checkpointing, Model, Recipe
 from execute.checkpoint import Around, checkpoint, checkpoint_ops, layer_groups
 from execute.dtypes import DTYPES
 from execute.experts import Experts, mixture
+from execute.float8 import linear
 from execute.kernels import Kernels, composed_norm
 from execute.losses import head_and_loss
 
@@ -56,6 +57,9 @@ class Context:
         self.recompute_attention = "attention" in selective
         self.recompute_ops = "op" in selective
 
+    def linear(self, width: int, out: int, *, bias: bool) -> nn.Linear:
+        return linear(self.recipe, width, out, bias=bias)
+
     def dropout(self, x: Tensor) -> Tensor:
         return self.kernels.dropout(x, self.recipe.dropout)
 
@@ -90,16 +94,16 @@ class Attention(nn.Module):
         m = context.model
         self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         if m.fused_qkv:
-            self.qkv = nn.Linear(m.hidden, self.q_width + 2 * self.kv_width, bias=m.qkv_bias)
+            self.qkv = context.linear(m.hidden, self.q_width + 2 * self.kv_width, bias=m.qkv_bias)
         else:
-            self.q = nn.Linear(m.hidden, self.q_width, bias=m.qkv_bias)
-            self.k = nn.Linear(m.hidden, self.kv_width, bias=m.qkv_bias)
-            self.v = nn.Linear(m.hidden, self.kv_width, bias=m.qkv_bias)
+            self.q = context.linear(m.hidden, self.q_width, bias=m.qkv_bias)
+            self.k = context.linear(m.hidden, self.kv_width, bias=m.qkv_bias)
+            self.v = context.linear(m.hidden, self.kv_width, bias=m.qkv_bias)
         if m.qk_norm != "none":
             full, weight = m.qk_norm == "full", m.qk_norm != "no_weight"
             self.q_norm = Norm(context, self.q_width if full else m.head_dim, weight=weight, bias=False)
             self.k_norm = Norm(context, self.kv_width if full else m.head_dim, weight=weight, bias=False)
-        self.out = nn.Linear(self.q_width, m.hidden, bias=m.attention_out_bias)
+        self.out = context.linear(self.q_width, m.hidden, bias=m.attention_out_bias)
 
     def forward(self, x: Tensor, tables: "Tables") -> Tensor:
         m, context = self.context.model, self.context
@@ -155,9 +159,9 @@ class FeedForward(nn.Module):
         m = context.model
         self.activation = ACTIVATIONS[m.activation]
         if m.gated:
-            self.gate = nn.Linear(m.hidden, ffn, bias=bias)
-        self.up = nn.Linear(m.hidden, ffn, bias=bias)
-        self.down = nn.Linear(ffn, m.hidden, bias=bias)
+            self.gate = context.linear(m.hidden, ffn, bias=bias)
+        self.up = context.linear(m.hidden, ffn, bias=bias)
+        self.down = context.linear(ffn, m.hidden, bias=bias)
         self.gated = m.gated
 
     def forward(self, x: Tensor) -> Tensor:
@@ -300,7 +304,9 @@ class Transformer(nn.Module):
         if m.final_norm:
             x = self.final_norm(x)
         tied = self.embedding.weight if m.tied_embeddings else None
-        return self.head(x, tied=tied) if targets is None else head_and_loss(c.recipe, x, self.head, tied, targets, c.around)
+        if targets is None:
+            return self.head(x, tied=tied)
+        return head_and_loss(c.recipe, x, self.head, tied, targets, c.around, m.logit_softcap)
 
     def embed(self, tokens: Tensor) -> Tensor:
         m = self.context.model

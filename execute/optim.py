@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from costmodel.spec import OptimizerSpec
 
@@ -47,17 +47,18 @@ class Several(torch.optim.Optimizer):
             one.step()
 
 
-def make_optimizer(spec: OptimizerSpec, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer over some parameters, given in order of registration.
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """What Muon updates: the matrices of the layers. AdamW has the rest: tables, head, norms, biases."""
+    return [p for p in model.get_submodule("layers").parameters() if p.dim() == 2]
 
-    Muon updates matrices, and AdamW the rest: the embeddings and the head (the first and, untied, the last matrix) and all vectors.
-    """
+
+def make_optimizer(spec: OptimizerSpec, parameters: Iterable[Tensor], matrices: Iterable[Tensor] = ()) -> torch.optim.Optimizer:
+    """The optimizer over some parameters, given in order of registration; of them, Muon updates the `matrices`, and AdamW the rest."""
     parameters = list(parameters)
     if spec.name != "muon":
         kind, arguments = optimizer_class(spec)
         return kind(parameters, **arguments)
-    vocabulary = max(p.shape[0] for p in parameters if p.dim() == 2)
-    matrices = [p for i, p in enumerate(parameters) if p.dim() == 2 and i > 0 and p.shape[0] < vocabulary]
+    matrices = list(matrices)
     chosen = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in chosen]
     kind, arguments = optimizer_class(spec.model_copy(update={"name": "adamw"}))

@@ -32,6 +32,8 @@ def _fake(run: Run) -> Iterator[PlanError]:
 def _real(run: Run) -> Iterator[PlanError]:
     """What real tensors would compute otherwise than the run says."""
     m, p, r = run.model, run.plan, run.recipe
+    if r.precision.compute == "fp8":
+        yield PlanError("recipe.precision", r.precision.name, "execute performs fp8 on fake tensors alone.", "Use bf16-mixed.")
     if m.attention_pattern != "global":
         yield PlanError("model.attention_pattern", m.attention_pattern, "execute computes global attention on real tensors.", "Use global.")
     if r.attention in ("fa1", "fa3"):
@@ -46,8 +48,11 @@ def _real(run: Run) -> Iterator[PlanError]:
 
 def _refusals(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
-    if p.framework not in ("pytorch", "deepspeed"):
-        yield PlanError("plan.framework", p.framework, "execute performs PyTorch's dialect, and DeepSpeed's ZeRO.", "Use framework = pytorch.")
+    if p.framework not in ("pytorch", "nanochat", "deepspeed"):
+        yield PlanError("plan.framework", p.framework, "execute performs the dialects of PyTorch and nanochat, and DeepSpeed's ZeRO.",
+                        "Use framework = pytorch.")
+    if p.framework == "nanochat" and r.precision.loss_scaling:
+        yield PlanError("recipe.precision", r.precision.name, "execute does not scale the loss of nanochat's dialect.", "Use a bf16 precision.")
     yield from _tensor(run)
     yield from _pipeline(run)
     yield from _context(run)
@@ -63,12 +68,13 @@ def _refusals(run: Run) -> Iterator[PlanError]:
                               ("embedding_dim", m.embedding_dim, m.hidden)):
         if value != off:
             yield PlanError(f"model.{field}", value, "execute does not build this part yet.", "Use a dense GPT-style or Llama-style model.")
+    if m.logit_softcap and r.loss in ("chunked", "fused"):
+        yield PlanError("recipe.loss", r.loss, "execute bounds logits that exist as a whole.", "Use loss = eager or bf16, or model.logit_softcap = 0.")
     if m.positions == "alibi":
         yield PlanError("model.positions", "alibi", "execute does not build this part yet.", "Use rope or learned.")
     if m.norms_per_layer == 3:
         yield PlanError("model.norms_per_layer", 3, "execute does not know where a third norm sits.", "Use 1, 2 or 4.")
-    if "fp8" in (r.precision.parameter, r.precision.compute) or r.precision.fp8_recipe != "none":
-        yield PlanError("recipe.precision", r.precision.name, "execute does not perform fp8 yet.", "Use bf16-mixed.")
+    yield from _fp8(run)
     if p.framework == "deepspeed":
         yield from _deepspeed(run)
         return
@@ -76,8 +82,9 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.precision.master", r.precision.master, "PyTorch's optimizers keep no master copy.", "Use bf16-mixed.")
     if r.optimizer.name == "adam8bit":
         yield PlanError("recipe.optimizer", r.optimizer.name, "PyTorch has no such optimizer.", "Use adamw.")
-    if r.optimizer.name == "muon" and p.zero > 0:
-        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and ZeRO shards them.", "Use ddp, or adamw.")
+    if r.optimizer.name == "muon" and p.zero > 0 and p.framework == "pytorch":
+        yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon needs whole matrices, and ZeRO shards them.",
+                        "Use ddp, the strategy muon-distributed, or adamw.")
     if r.optimizer.name in ("sgd", "momentum") and r.optimizer.implementation == "fused" and p.zero == 3:
         yield PlanError("recipe.optimizer", f"{r.optimizer.name}, fused", "PyTorch's fused SGD takes no sharded (DTensor) parameters.",
                         f"Use {r.optimizer.name}:foreach.")
@@ -143,7 +150,20 @@ def check_installed(run: Run) -> None:
 
 def dry_runs(run: Run) -> bool:
     """Whether there is a dry run of a run's framework."""
-    return run.plan.framework == "pytorch"
+    return run.plan.framework in ("pytorch", "nanochat")
+def _fp8(run: Run) -> Iterator[PlanError]:
+    """What execute.float8 does not do."""
+    p, r = run.plan, run.recipe.precision
+    if "fp8" not in (r.parameter, r.compute, r.gradient, r.reduce, r.optimizer_state) and r.fp8_recipe == "none":
+        return
+    if r.compute != "fp8" or "fp8" in (r.parameter, r.gradient, r.reduce, r.optimizer_state):
+        yield PlanError("recipe.precision", r.name, "execute performs fp8 for the compute of linear layers alone.", "Use precision = fp8.")
+    if r.fp8_recipe not in ("tensorwise", "rowwise"):
+        yield PlanError("recipe.precision.fp8_recipe", r.fp8_recipe, "execute scales by tensors, or by rows.", "Use tensorwise or rowwise.")
+    if r.fp8_gather:
+        yield PlanError("recipe.precision.fp8_gather", True, "execute gathers in 16 bits.", "Use fp8_gather = false.")
+    if p.framework != "pytorch" or p.tp * p.pp * p.cp > 1 or run.model.moe is not None:
+        yield PlanError("recipe.precision", r.name, "execute performs fp8 in the PyTorch dialect, in dense models over data parallelism.", "Use bf16-mixed.")
 
 
 def _watched(run: Run) -> Iterator[PlanError]:
@@ -191,6 +211,8 @@ def _context(run: Run) -> Iterator[PlanError]:
     p, r = run.plan, run.recipe
     if p.cp == 1:
         return
+    if p.framework == "deepspeed":
+        yield PlanError("plan.cp", p.cp, "execute does not share sequences under DeepSpeed.", "Use cp = 1, or framework = pytorch.")
     if r.compile:
         yield PlanError("recipe.compile", True, "execute does not compile under context parallelism.", "Use compile = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops == ("op",):
@@ -219,8 +241,6 @@ def _experts(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.moe.expert_bias", True, "a grouped matrix product has no bias.", "Use expert_bias = false.")
     if m.moe.shared_experts and not m.moe.shared_ffn:
         yield PlanError("model.moe.shared_ffn", 0, "shared experts have a width.", "Use shared_ffn = shared_experts x the width of one.")
-    if r.moe_capacity_factor is not None:
-        yield PlanError("recipe.moe_capacity_factor", r.moe_capacity_factor, "execute drops no token.", "Leave it out.")
     if r.optimizer.name == "muon":
         yield PlanError("recipe.optimizer", "muon", "torch.optim.Muon takes matrices, and experts are stacks of them.", "Use adamw.")
     if m.moe.aux_loss_coefficient and r.precision.loss_scaling:
@@ -277,8 +297,12 @@ def _split(run: Run) -> Iterator[PlanError]:
     if p.zero == 0 and p.dp > 1:
         yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
                         "Use 1f1b or interleaved, or zero = 3.")
+    if p.checkpointing.mode != "none":
+        yield PlanError("plan.checkpointing", p.checkpointing.mode,
+                        "PyTorch computes a checkpoint again for every group of weights in a backward of two passes, not once.",
+                        "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
-            (run.model.moe is not None, "model", run.model.name), (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode)):
+            (run.model.moe is not None, "model", run.model.name)):
         if on:
             yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

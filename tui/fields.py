@@ -106,7 +106,7 @@ SECTIONS: tuple[Section, ...] = (
         Field("cluster.gpus", "gpus", "GPUs of the job: its ranks.", _world, lambda run, given: run.cluster.gpus),
     )),
     Section("PLAN", (
-        Field("plan.framework", "framework", "Whose buffers, dtypes and collectives.", _constant(*(f for f in get_args(Framework) if f != "nanochat")),
+        Field("plan.framework", "framework", "Whose buffers, dtypes and collectives.", _constant(*get_args(Framework)),
               _plan("framework")),
         Field("plan.zero", "zero", "ZeRO stage: 0 copies all state, 1 shards optimizer state, 2 also gradients, 3 also parameters (FSDP).",
               _constant(0, 1, 2, 3), _plan("zero")),
@@ -135,7 +135,7 @@ SECTIONS: tuple[Section, ...] = (
         Field("recipe.precision", "precision", "The dtypes of parameters, compute, gradients and their reduction.", _constant(*WORDS),
               _word("recipe", "precision", "custom")),
         Field("recipe.optimizer", "optimizer", "The update rule; adamw:foreach names the kernel.",
-              _constant("sgd:foreach", "momentum:foreach", "adam", "adamw", "adamw:foreach", "adam8bit"), _word("recipe", "optimizer", "adamw")),
+              _constant("sgd:foreach", "momentum:foreach", "adam", "adamw", "adamw:foreach", "adam8bit", "muon"), _word("recipe", "optimizer", "adamw")),
         Field("recipe.attention", "attention", "The attention kernel.", _constant(*get_args(AttentionKernel)), _recipe("attention")),
         Field("recipe.loss", "loss", "How the loss treats the logits.", _constant(*get_args(LossKind)), _recipe("loss")),
         Field("recipe.compile", "compile", "torch.compile, layer by layer.", _constant(*SWITCH), _recipe("compile")),

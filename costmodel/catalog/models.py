@@ -77,5 +77,6 @@ def unsupported_reason(model: Model) -> str | None:
         ("multi-token prediction (MTP)", model.mtp_depth > 0),
         (f"hybrid layers ({model.hybrid})", bool(model.hybrid)),
         ("attention sinks", model.attention_sinks),
+        (model.extra_params_note or "extra parameters", model.extra_params > 0),
     ) if present]
     return f"not predicted yet: {', '.join(missing)}" if missing else None

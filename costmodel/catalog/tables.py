@@ -148,7 +148,8 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
              "all-to-all of tokens to their experts and back in every MoE layer, in forward and in backward",
              "dense models; degrees that do not divide the experts and the data-parallel ranks", True,
              "Lepikhin et al. 2020 (arXiv 2006.16668)"),
-    Strategy("muon-distributed", "the orthogonalisation, matrix by matrix", "momentum, by whole matrices",
-             "reduce-scatter of gradients, then all-gather of updated matrices after the step", "sharding inside a matrix", False,
+    Strategy("muon-distributed", "the batch, and the orthogonalisation, matrix by matrix", "momentum, by whole matrices; AdamW's states, by rows",
+             "after the last backward: reduce-scatter of gradients, then all-gather of updated matrices and rows: 2(n-1)/n of the parameters' bytes",
+             "sharding inside a matrix, and any axis besides the data's", True,
              "karpathy/nanochat nanochat/optim.py"),
 )}

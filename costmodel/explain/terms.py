@@ -64,7 +64,8 @@ def _optimizer(builder: Builder, updates: list[Update], numel: int) -> list[tupl
     for u in updates:
         for t in state_tensors(spec, u):
             here[t.name] = here.get(t.name, 0) + t.nbytes
-    whole: list[Tensor] = state_tensors(spec, updates[0]._replace(numel=numel))
+    matrices = builder.strategy.inventory.matrices[0] if updates[0].matrices else 0
+    whole: list[Tensor] = state_tensors(spec, updates[0]._replace(numel=numel, matrices=matrices))
     return [(t.name, 0.0 if t.name == "step" else t.nbytes / numel, here.get(t.name, 0)) for t in whole]
 
 

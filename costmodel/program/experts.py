@@ -13,6 +13,7 @@ which the gradient of the router's weights needs (Megatron multiplies inside the
 
 from typing import TYPE_CHECKING
 
+from costmodel.program import float8
 from costmodel.program.ir import Tensor
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.tape import Back, Value
@@ -34,9 +35,9 @@ def mixture(w: "Walk", x: Value) -> Value:
     n = x.numel // w.run.model.hidden
     share = _route(w, x, n, moe.experts, moe.top_k)
     if w.tp.megatron:
-        y = _among_all(w, ep, x, n * moe.top_k) if ep.gathers else _summed(w, _megatron_rows(w, ep, x, n * moe.top_k), n)
+        y = _MEGATRON[ep.dispatcher if ep.n * w.tp.t > 1 else "alltoall"](w, ep, x, n * moe.top_k)
     else:
-        weights = _sorted_share(w, share)
+        weights = _sorted_share(w, ep, share)
         y = _summed(w, _weighted_rows(w, ep, x, weights, n * moe.top_k), n)
     if moe.shared_ffn:
         y = w.add(y, w.feed_forward(x, "shared", moe.shared_ffn // w.tp.t, False), "shared.sum")
@@ -60,14 +61,18 @@ def _route(w: "Walk", x: Value, n: int, experts: int, k: int) -> Value:
         share = tape.value("router.share", n * k, "fp32")
         tape.record("router.normalise", "memory", (top,), (share,), saved=(top,), extra=(Tensor("router.sum", "activations", n * 4),),
                     nbytes=5.0 * top.nbytes, kernels=2, backs=(Back("grad", "memory", 0, nbytes=8.0 * top.nbytes, kernels=6),))
-    order = tuple(Tensor(name, "activations", n * k * INDEX) for name in ("router.order", "router.token"))
-    tape.record("router.sort", "memory", (), (), extra=order, nbytes=8.0 * chosen.nbytes, kernels=7, temp_bytes=n * k * INDEX)
+    assert w.ep is not None
+    order = [Tensor(name, "activations", n * k * INDEX) for name in ("router.order", "router.token")]
+    if w.ep.capacity is not None:  # the rows' slots, of which one more takes what is dropped, beside the tokens of the slots
+        order = [order[0], Tensor("router.slot", "activations", n * k * INDEX), Tensor("router.token", "activations", (w.ep.sent(n * k) + 1) * INDEX)]
+    tape.record("router.sort", "memory", (), (), extra=tuple(order), nbytes=8.0 * chosen.nbytes, kernels=7 if w.ep.capacity is None else 14,
+                temp_bytes=n * k * INDEX)
     return share
 
 
-def _sorted_share(w: "Walk", share: Value) -> Value:
-    """The shares in the order of the sorted rows, as the results are multiplied by them."""
-    y = w.tape.value("router.sorted", share.numel, "fp32")
+def _sorted_share(w: "Walk", ep: ExpertParallel, share: Value) -> Value:
+    """The shares in the order of the sorted rows, or of the slots, as the results are multiplied by them."""
+    y = w.tape.value("router.sorted", share.numel if ep.capacity is None else ep.sent(share.numel) + 1, "fp32")
     moved = float(2 * share.nbytes + share.numel * INDEX)
     w.tape.record("router.sorted", "memory", (share,), (y,), nbytes=moved, backs=(Back("grad", "memory", 0, nbytes=moved + share.nbytes, kernels=2),))
     return w.cast(y, w.n.act)
@@ -76,13 +81,14 @@ def _sorted_share(w: "Walk", share: Value) -> Value:
 def _weighted_rows(w: "Walk", ep: ExpertParallel, x: Value, weights: Value, routed: int) -> Value:
     """From tokens to the results of their experts times the router's weights, [n k, h], sorted by expert."""
     h, tape = w.run.model.hidden, w.tape
-    received = ep.received(routed)
+    received, routed = ep.received(routed), ep.sent(routed)
     if ep.hooks:
         tape.mark(ENTER)
     rows = _gathered(w, w.cast(x, w.n.act), "experts.rows", routed)
     if ep.n > 1:
-        tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
-        tape.record("experts.splits", "sync", (), ())
+        if ep.capacity is None:
+            tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
+            tape.record("experts.splits", "sync", (), ())
         rows = _exchanged(w, ep, rows, "experts.dispatched", routed * h, received * h)
         if ep.experts > 1:
             _index(w, received)
@@ -147,6 +153,8 @@ def _grouped(w: "Walk", ep: ExpertParallel, x: Value, name: str, rows: int, out:
     n, tape, count = w.n, w.tape, ep.experts
     flops, each = 2.0 * rows * width * out, -(-rows // count)
     w.matmul_flops += 2.0 * w.tokens * ep.top_k * width * out
+    if n.fp8:
+        return float8.grouped(w, x, name, count, each, out, width)
     weight = Param(f"{name}.weight", (count, out, width))
     moved = float(w.e * (rows * (width + out) + weight.numel))
     y = tape.value(f"{name}.out", rows * out, n.act)
@@ -174,11 +182,11 @@ def _weighted(w: "Walk", out: Value, weights: Value) -> Value:
     return weighted
 
 
-def _summed(w: "Walk", rows: Value, n: int) -> Value:
+def _summed(w: "Walk", rows: Value, n: int, name: str = "experts.sum") -> Value:
     """The rows of each token, added up. It keeps the tokens' index, which is there already: a recompute goes on until here."""
-    y, b = w.tape.value("experts.sum", n * w.run.model.hidden, rows.dtype), rows.nbytes
-    index = (Tensor("experts.sum.index", "activations", 0),)
-    w.tape.record("experts.sum", "memory", (rows,), (y,), extra=index, nbytes=float(y.nbytes + 3 * b), dtype=rows.dtype, kernels=2,
+    y, b = w.tape.value(name, n * w.run.model.hidden, rows.dtype), rows.nbytes
+    index = (Tensor(f"{name}.index", "activations", 0),)
+    w.tape.record(name, "memory", (rows,), (y,), extra=index, nbytes=float(y.nbytes + 3 * b), dtype=rows.dtype, kernels=2,
                   backs=(Back("grad", "memory", 0, nbytes=2.0 * b, dtype=rows.dtype),))
     return y
 
@@ -193,13 +201,15 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
     the next layer gets there: what running the micro-batches against each other (overlap_moe_expert_parallel_comm) hides at best.
     """
     h, tape, t = w.run.model.hidden, w.tape, w.tp.t
-    received = ep.received(routed)
-    tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
+    received, routed = ep.received(routed), ep.sent(routed)
+    if ep.capacity is None:
+        tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
     rows = _gathered(w, x, "experts.rows", routed)
     if ep.n > 1:
         if ep.event:
             tape.record("experts.earlier", "wait", (), (), kernels=0, event=ep.event)
-        tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
+        if ep.capacity is None:
+            tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
         rows = _exchanged(w, ep, rows, "experts.dispatched", routed * h, received * h)
     rows = w.tp.enter(w, rows, "experts")
     sorts = ep.n * t > 1 and ep.experts > 1
@@ -214,7 +224,29 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
         out = _exchanged(w, ep, out, "experts.combined", received * h, routed * h)
         if ep.event:
             tape.record("experts.later", "host", (), (), kernels=0, backs=(Back("wait", "wait", kernels=0, event=ep.event),))
-    return out
+    return _summed(w, out, x.numel // h)
+
+
+def _flex_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
+    """Megatron's flex dispatcher (DeepEP, HybridEP): one kernel sends a token once to each rank that has some of its experts, where the copies for each
+    are made; on the way back they are summed before they travel (core/transformer/moe/token_dispatcher.py, MoEFlexTokenDispatcher)."""
+    h, tape, t = w.run.model.hidden, w.tape, w.tp.t
+    received, sent = ep.received(routed), ep.copies(x.numel // h)
+    arrived = round(sent * received / routed)
+    tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
+    if ep.event:
+        tape.record("experts.earlier", "wait", (), (), kernels=0, event=ep.event)
+    tokens = _exchanged(w, ep, x, "experts.dispatched", sent * h, arrived * h) if ep.n > 1 else x
+    _index(w, received * t)
+    rows = _gathered(w, w.tp.enter(w, tokens, "experts"), "experts.rows", received * t)
+    y = _summed(w, _megatron_block(w, ep, rows, received * t), tokens.numel * t // h, "experts.sum_here")
+    y = w.tp.leave(w, y, "experts")
+    if ep.n == 1:
+        return y
+    y = _exchanged(w, ep, y, "experts.combined", arrived * h, sent * h)
+    if ep.event:
+        tape.record("experts.later", "host", (), (), kernels=0, backs=(Back("wait", "wait", kernels=0, event=ep.event),))
+    return _summed(w, y, x.numel // h)
 
 
 def _among_all(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
@@ -251,3 +283,7 @@ def _megatron_block(w: "Walk", ep: ExpertParallel, rows: Value, n: int) -> Value
     w.tape.record("experts.act", "memory", (y,), (inner,), saved=(y,), extra=kept, nbytes=float(y.nbytes + inner.nbytes), dtype=y.dtype,
                   backs=(Back("grad", "memory", 0, nbytes=float(2 * y.nbytes + inner.nbytes), dtype=y.dtype),))
     return _grouped(w, ep, inner, "experts.down", n, h, f)
+
+
+_MEGATRON = {"alltoall": _megatron_rows, "allgather": _among_all, "flex": _flex_rows}
+"""By plan.ep_dispatcher: from tokens [n, h] to the sum of their experts' results."""

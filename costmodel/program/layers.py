@@ -6,6 +6,7 @@ What autograd saves depends on the kernels: the `cuda` table (fused norms, 1-byt
 
 from dataclasses import dataclass
 
+from costmodel.program import float8
 from costmodel.program.experts import mixture
 from costmodel.program.ir import Comm, Tensor
 from costmodel.program.parallel.context import ContextParallel
@@ -34,6 +35,8 @@ class Numbers:
     compiled: bool
     attention: str
     dropout: float
+    fp8: bool = False
+    """Linear layers inside the blocks run in fp8 (costmodel.program.float8)."""
 
 
 def numbers_of(run: Run) -> Numbers:
@@ -46,7 +49,7 @@ def numbers_of(run: Run) -> Numbers:
     seen = p.parameter if p.autocast else compute
     return Numbers(table=table, act=compute, residual="fp32" if p.autocast else compute, weight=compute,
                    param=seen, autocast=p.autocast and compute != p.parameter, compiled=r.compile,
-                   attention=attention, dropout=r.dropout)
+                   attention=attention, dropout=r.dropout, fp8=p.compute == "fp8")
 
 
 def resolved_attention(run: Run) -> str:
@@ -71,7 +74,7 @@ class Walk:
     """Records the ops of one unit of a model on a tape."""
 
     __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
-                 "vocab", "cached", "cached_flops", "matmuls")
+                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts")
 
     def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES)
@@ -95,12 +98,17 @@ class Walk:
         self.cached_flops = 0.0
         self.matmuls = 0
         self.ep = ExpertParallel(run, busiest=busiest) if run.model.moe else None
+        self.style = float8.style_of(run) if numbers.fp8 else None
+        self.casts: dict[int, tuple[Value, Value]] = {}
+        """fp8: the cast of a value, and what backward keeps of it."""
 
     # -- kernels -----------------------------------------------------------------------------------------------------
 
     def linear(self, x: Value, name: str, out: int, width: int, bias: bool) -> Value:
         """y = x W^T + b: saves x; backward is two matmuls of the same FLOPs, one per operand."""
         n, tape, m = self.n, self.tape, x.numel // width
+        if n.fp8 and float8.takes(self.run.plan.framework, name, out, width, m):
+            return float8.linear(self, x, name, out, width, bias)
         flops = 2.0 * m * width * out
         weight = Param(f"{name}.weight", (out, width))
         moved = float(self.e * (m * width + width * out + m * out))
@@ -124,7 +132,7 @@ class Walk:
             for at, param in enumerate((weight, b) if bias else (weight,), 1):
                 low = Tensor(f"{param.name}.grad.{n.act}", "temporaries", param.numel * self.e)
                 backs[at] = backs[at]._replace(opens=low)
-                backs.append(self._cast_back(param)._replace(temp_bytes=0, closes=low, apart=True))
+                backs.append(self.cast_back(param)._replace(temp_bytes=0, closes=low, apart=True))
         if source.regather:
             again, event = self.tp.comm("all-gather", source.nbytes, source.dtype), f"{name}.regather"
             gathered = Tensor(f"{name}.regathered", "temporaries", source.nbytes)
@@ -135,10 +143,10 @@ class Walk:
             backs[-1] = backs[-1]._replace(beside=True)
         tape.record(name, "matmul", (source,), (y,), saved=(keep,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
                     dims=(1, m, width, out), dtype=n.act)
-        self._keep_every_other(flops)
+        self.keep_every_other(flops)
         return y
 
-    def _keep_every_other(self, flops: float) -> None:
+    def keep_every_other(self, flops: float) -> None:
         """torchtitan's `selective_ac_option = "op"`: the first, third, … matmul of a layer is kept."""
         self.matmuls += 1
         if self.matmuls % 2:
@@ -167,7 +175,7 @@ class Walk:
         self.tape.record(f"{name}.cast", "memory", (), (), extra=(), nbytes=float(nbytes + 4 * numel), dtype=self.n.act)
         return copy
 
-    def _cast_back(self, param: Param) -> Back:
+    def cast_back(self, param: Param) -> Back:
         low = param.numel * self.e
         return Back(f"{param.name.rsplit('.', 1)[-1]}.cast", "memory", param, nbytes=float(low + 4 * param.numel), dtype="fp32", temp_bytes=low)
 
@@ -305,6 +313,8 @@ class Walk:
             k = self.linear(x, "attention.k", kw, h, m.qkv_bias)
             v = self.linear(x, "attention.v", kw, h, m.qkv_bias)
         if m.qk_norm != "none":
+            if n.autocast and n.table == "cuda" and not n.compiled:  # CUDA's autocast runs norms in fp32
+                q, k = self.cast(q, "fp32"), self.cast(k, "fp32")
             q = self.norm(q, "attention.q_norm", qw if m.qk_norm == "full" else m.head_dim, heads=True)
             k = self.norm(k, "attention.k_norm", kw if m.qk_norm == "full" else m.head_dim, heads=True)
         if m.positions == "rope":
@@ -608,7 +618,7 @@ def replica_head_unit(run: Run, numbers: Numbers) -> Unit:
     logits = w.linear(y, "embedding" if m.tied_embeddings else "head", w.vocab, m.hidden, m.head_bias)
     sent = w.tape.value("loss", 1, "fp32")
     sends, receives = _moved(w, logits)
-    w.tape.record("gather logits", "collective", (logits,), (sent,), comm=sends, dtype=logits.dtype, kernels=0,
+    w.tape.record("gather_logits", "collective", (logits,), (sent,), comm=sends, dtype=logits.dtype, kernels=0,
                   backs=(Back("scatter", "collective", 0, comm=receives, dtype=logits.dtype),))
     y.last_use = len(w.tape.nodes) - 1
     return Unit(w.tape, x, sent, w.matmul_flops, 0.0, w.weights_cast)
@@ -618,7 +628,7 @@ def _gathered(w: Walk, logits: Value) -> Value:
     """The logits of all GPUs on GPU 0; in backward its own part of their gradient is a view."""
     whole = w.tape.value("logits of all", w.run.plan.dp * logits.numel, logits.dtype)
     sends, receives = _moved(w, logits)
-    w.tape.record("gather logits", "collective", (logits,), (whole,), comm=sends, dtype=logits.dtype, kernels=0,
+    w.tape.record("gather_logits", "collective", (logits,), (whole,), comm=sends, dtype=logits.dtype, kernels=0,
                   backs=(Back("scatter", "collective", None, comm=receives, dtype=logits.dtype), Back("own", "memory", 0, alias=True)))
     return whole
 
@@ -637,6 +647,8 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
     if w.tp.megatron:
         return _vocabulary_parallel_loss(w, logits)
     wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
+    if w.run.model.logit_softcap and not w.n.compiled:
+        wide = _bounded(w, wide)
     if w.tp.loss_parallel:
         return _loss_parallel(w, wide)
     fused = w.n.compiled
@@ -648,6 +660,17 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
                 extra=(Tensor("loss.total_weight", "activations", wide.ebytes),),
                 backs=(Back("grad", "memory", 0, nbytes=(0.0 if fused else 2.0) * wide.nbytes, dtype=wide.dtype, kernels=0 if fused else 2),))
     return loss
+
+
+def _bounded(w: Walk, logits: Value) -> Value:
+    """c·tanh(logits/c): a quotient, its tanh, which is kept, and a product, while the logits are there; compiled code does it on the way."""
+    tape, b, dtype = w.tape, logits.nbytes, logits.dtype
+    quotient, tanh, y = (tape.value(f"loss.softcap.{name}", logits.numel, dtype) for name in ("quotient", "tanh", "product"))
+    back = Back("grad", "memory", 0, nbytes=2.0 * b, dtype=dtype)
+    tape.record("loss.softcap.quotient", "memory", (logits,), (quotient,), nbytes=2.0 * b, dtype=dtype, backs=(back,))
+    tape.record("loss.softcap.tanh", "memory", (quotient,), (tanh,), saved=(tanh,), nbytes=2.0 * b, dtype=dtype, backs=(back._replace(nbytes=3.0 * b),))
+    tape.record("loss.softcap.product", "memory", (tanh, logits), (y,), nbytes=2.0 * b, dtype=dtype, backs=(back,))
+    return y
 
 
 def _loss_parallel(w: Walk, wide: Value) -> Value:
@@ -727,7 +750,7 @@ def _chunked_loss(w: Walk, y: Value) -> Value:
         backs.append(Back(f"chunk{i}.wgrad", "matmul", weight if i == 0 and not n.autocast else None, flops, moved, (1, m.vocab, rows, m.hidden),
                           n.act if n.autocast else n.param, temp_bytes=logits * e + (2 * weight.numel * e if i else 0)))
     if n.autocast:
-        backs.append(w._cast_back(weight))
+        backs.append(w.cast_back(weight))
     if m.head_bias:
         backs.append(Back("bgrad", "memory", Param("head.bias", (m.vocab,)), nbytes=float(e * logits * chunks), dtype=n.param))
     w.tape.record("loss.chunked", "matmul", (source,), (loss,), saved=(source,), extra=cast, backs=tuple(backs), flops=flops * chunks,
@@ -756,7 +779,7 @@ def _fused_loss(w: Walk, y: Value) -> Value:
     low = weight.numel * e if n.autocast else 0
     backs = [Back("release", "memory", kernels=0, release=True), Back("grad_hidden", "memory", 0, nbytes=2.0 * source.nbytes, dtype=n.act)]
     if n.autocast:
-        backs.append(w._cast_back(weight))
+        backs.append(w.cast_back(weight))
     else:
         backs.append(Back("grad_weight", "memory", weight, nbytes=2.0 * weight.numel * e, dtype=n.param))
     if m.head_bias:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from costmodel.program.ir import Op, Tensor
 from costmodel.spec import DTYPE_BYTES, OptimizerSpec
 
-STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam8bit": 2, "muon": 1}
+STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam8bit": 2}
 BLOCK = 256
 """adam8bit: elements that share one fp32 scale (bitsandbytes' blockwise quantisation; torchao's default for 8-bit Adam)."""
 
@@ -26,22 +26,32 @@ class Update(NamedTuple):
     """dtype of a low-precision copy that the update also writes."""
     steps_on_device: bool = True
     """Step counters live on the device (fused kernels; CPU runs); foreach and for-loop keep them on the host."""
+    matrices: int = 0
+    """Muon: elements among them that it updates; AdamW has the rest."""
+    matrix_tensors: int = 0
 
 
 def state_tensors(spec: OptimizerSpec, u: Update) -> list[Tensor]:
     """Optimizer state of a rank, without master weights.
 
     SGD none, momentum one buffer, Adam and AdamW two moments and a 4-byte step per tensor, 8-bit Adam two int8 moments with
-    one fp32 scale per block.
+    one fp32 scale per block; Muon one buffer for its matrices, and AdamW's for the rest.
     """
     e = DTYPE_BYTES[u.state]
     if spec.name == "sgd" or u.numel == 0:
         return []
+    if spec.name == "muon":
+        rest = u._replace(numel=u.numel - u.matrices, tensors=u.tensors - u.matrix_tensors)
+        return [Tensor("momentum", "optimizer", u.matrices * e), *_adam_state(rest, e)]
     if spec.name == "momentum":
         return [Tensor("momentum", "optimizer", u.numel * e)]
     if spec.name == "adam8bit":
         scales = -(-u.numel // BLOCK) * 4
         return [Tensor("exp_avg", "optimizer", u.numel + scales), Tensor("exp_avg_sq", "optimizer", u.numel + scales)]
+    return _adam_state(u, e)
+
+
+def _adam_state(u: Update, e: int) -> list[Tensor]:
     moments = [Tensor("exp_avg", "optimizer", u.numel * e), Tensor("exp_avg_sq", "optimizer", u.numel * e)]
     return [*moments, Tensor("step", "optimizer", 4 * u.tensors)] if u.steps_on_device else moments
 

@@ -7,6 +7,7 @@ from costmodel.render.units import count, duration, plural, rate, share, size
 from costmodel.render.words import moment
 from costmodel.report import CATEGORIES, Collective, MemoryReport, RoleReport, StepReport, TimeReport
 from costmodel.spec import Cluster, Plan, Recipe, Run
+from costmodel.spec.parameters import active_parameter_count
 
 PHASES = ("forward", "backward", "recompute", "reduce", "optimizer", "gather")
 """The order in which phases are shown; others follow."""
@@ -74,6 +75,8 @@ def strategy_name(plan: Plan) -> str:
         parts = ["DataParallel (one process)"]
     elif plan.dp_shard > 1 and plan.zero == 3 and plan.framework == "pytorch":
         parts = ["HSDP (FSDP2 within, replicas across)" if plan.dp_replicate > 1 else "FSDP2 (ZeRO-3)"]
+    elif plan.framework == "nanochat":
+        parts = ["nanochat's sharded Muon and AdamW" if plan.dp > 1 else "nanochat on a single GPU"]
     elif plan.zero:
         parts = [f"{FRAMEWORKS[plan.framework]} ZeRO-{plan.zero}" if plan.framework != "megatron" else "Megatron distributed optimizer"]
     else:
@@ -111,8 +114,12 @@ def _model(run: Run) -> str:
     heads = f"{m.heads} heads" + (f" ({m.kv_heads} KV)" if m.kv_heads != m.heads else "")
     if m.shape_rule:
         return f"{m.name}, the shape above, {m.norm}, {m.positions}{', gated' if m.gated else ''} = {m.params:,} parameters"
-    return (f"{m.name}: {m.layers} layers, hidden {m.hidden}, ffn {m.ffn}{' gated' if m.gated else ''}, {heads} of {m.head_dim}, "
-            f"vocabulary {m.vocab} {'tied' if m.tied_embeddings else 'untied'}, {m.norm}, {m.positions} = {m.params:,} parameters")
+    width, used = f"ffn {m.ffn}", ""
+    if m.moe is not None:
+        width = f"{m.moe.top_k} of {m.moe.experts} experts of {m.moe.expert_ffn}" + (f" and a shared {m.moe.shared_ffn}" if m.moe.shared_ffn else "")
+        used = f", of which a token uses {active_parameter_count(m):,}"
+    return (f"{m.name}: {m.layers} layers, hidden {m.hidden}, {width}{' gated' if m.gated else ''}, {heads} of {m.head_dim}, "
+            f"vocabulary {m.vocab} {'tied' if m.tied_embeddings else 'untied'}, {m.norm}, {m.positions} = {m.params:,} parameters{used}")
 
 
 def _machines(c: Cluster) -> str:

@@ -20,7 +20,7 @@ from costmodel.spec import Run
 
 CHECKPOINTING = ("none", "selective", "full")
 """Lightest first."""
-STAGES = {"pytorch": (0, 1, 2, 3), "deepspeed": (0, 1, 2, 3), "megatron": (0, 1), "nanochat": (0,)}
+STAGES = {"pytorch": (0, 1, 2, 3), "deepspeed": (0, 1, 2, 3), "megatron": (0, 1), "nanochat": (1,)}
 Outcome = Literal["fit", "too_large", "refused", "impossible"]
 """impossible: refused whatever the batch."""
 OF_THE_BATCH = ("recipe.micro_batch", "recipe.grad_accum", "recipe.global_batch", "recipe.loss_chunks")

@@ -98,6 +98,8 @@ class Model(Spec):
     attention_pattern: AttentionPattern = "global"
     embedding_dim: int = Field(0, ge=0)
     """Width of the embedding table; 0 is read as `hidden`."""
+    logit_softcap: float = Field(0.0, ge=0)
+    """c of logits bounded as c·tanh(logits/c); 0: not bounded."""
     moe: MoE | None = None
     mla: MLA | None = None
     mtp_depth: int = Field(0, ge=0)

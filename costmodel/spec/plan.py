@@ -56,8 +56,9 @@ class Plan(Spec):
     the same (Megatron, torch's context_parallel); False: consecutive pieces, of which the last rank's has most to compute."""
     ep: PositiveInt = 1
     ep_overlap: bool = False
-    ep_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """Rows of tokens travel to their experts and back, or (Megatron) every rank of an ep group gets the tokens of all of it."""
+    ep_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """Rows of tokens travel to their experts and back; or (Megatron) every rank of an ep group gets the tokens of all of it; or (Megatron's flex: DeepEP,
+    HybridEP) a token travels once to each rank that has some of its experts."""
     checkpointing: Checkpointing = Checkpointing()
     offload: Literal["none", "optimizer", "params"] = "none"
     """What lives in host memory between uses."""

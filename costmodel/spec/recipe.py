@@ -29,7 +29,10 @@ class Precision(Spec):
     autocast: bool = False
     """Casts happen op by op (torch.autocast) instead of per module."""
     loss_scaling: bool = False
-    fp8_recipe: Literal["none", "tensorwise", "rowwise", "mxfp8", "blockwise"] = "none"
+    fp8_recipe: Literal["none", "tensorwise", "delayed", "rowwise", "mxfp8", "blockwise"] = "none"
+    """How fp8 operands are scaled: by a tensor's largest magnitude, by that of earlier steps, by rows and columns, or by blocks."""
+    fp8_gather: bool = False
+    """FSDP2 gathers the weights of fp8 layers in fp8."""
 
 
 class OptimizerSpec(Spec):

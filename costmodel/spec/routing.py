@@ -1,11 +1,19 @@
 """Which tokens go to which expert rank, as far as bytes and time need it: how many rows each rank of an expert-parallel group gets."""
 
+import math
+
 from costmodel.spec.base import PlanError
 
 
 def busiest_rows(rows: int, ranks: int, imbalance: float) -> int:
     """Of `rows` routed rows of one rank, those that go to the busiest rank of its expert-parallel group: `imbalance` times the even share."""
     return min(rows, -(-rows // ranks) if imbalance == 1.0 else round(imbalance * rows / ranks))
+
+
+def slots(rows: int, experts: int, factor: float) -> int:
+    """Rows that each expert takes from one rank that routes `rows` of them: the even share times the capacity factor; what is over is dropped, what is
+    missing padded (arXiv 2006.16668, section 3.2)."""
+    return math.ceil(factor * rows / experts)
 
 
 def rows_by_rank(rows: int, ranks: int, imbalance: float) -> list[int]:

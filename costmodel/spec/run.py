@@ -8,6 +8,7 @@ from pydantic import model_validator
 from costmodel.spec.base import PlanError, Spec
 from costmodel.spec.cluster import Cluster
 from costmodel.spec.model import Model
+from costmodel.spec.parameters import embedding_params, head_params, layer_params
 from costmodel.spec.plan import Plan
 from costmodel.spec.recipe import Recipe
 from costmodel.spec.routing import checked_imbalance
@@ -207,4 +208,36 @@ def _multiple(n: int, of: int) -> int:
     return max(of, round(n / of) * of)
 
 
-RULES: tuple[Callable[[Run], Iterator[PlanError]], ...] = (_degrees, _tensor, _pipeline, _context, _expert, _batch, _numbers)
+SMALL_NUMEL = 1024
+"""nanochat all-reduces the gradients of tensors below this many elements, and shards the others by rows (nanochat/optim.py)."""
+
+
+def _nanochat(run: Run) -> Iterator[PlanError]:
+    """nanochat's optimizer is data parallelism and nothing else."""
+    m, p, r = run.model, run.plan, run.recipe
+    if p.framework != "nanochat":
+        return
+    if m.moe is not None:
+        yield PlanError("model", m.name, "nanochat's layers are dense.", "Use framework = pytorch or megatron.")
+    for field in ("tp", "pp", "cp", "ep"):
+        if getattr(p, field) > 1:
+            yield PlanError(f"plan.{field}", getattr(p, field), "nanochat spreads data alone.", f"Use {field} = 1, or framework = pytorch.")
+    if p.zero > 1 or p.zero == 0 and p.dp > 1:
+        yield PlanError("plan.zero", p.zero, "nanochat's optimizer shards its state, and neither gradients nor parameters.", "Use zero = 1.")
+    if p.dp_replicate > 1:
+        yield PlanError("plan.dp_replicate", p.dp_replicate, "nanochat's optimizer shards over all data-parallel ranks.",
+                        f"Use dp_shard = {p.dp} and dp_replicate = 1.")
+    if r.optimizer.name not in ("muon", "adamw"):
+        yield PlanError("recipe.optimizer", r.optimizer.name, "nanochat has Muon with AdamW, or AdamW alone.", "Use muon or adamw.")
+    if not r.zero_set_to_none:
+        yield PlanError("recipe.zero_set_to_none", False, "nanochat frees AdamW's gradients, and zeroes Muon's in place.", "Use zero_set_to_none = true.")
+    muon = r.optimizer.name == "muon"
+    rows = [q for q in (*embedding_params(m), *head_params(m), *layer_params(m)) if q.numel >= SMALL_NUMEL]
+    for q in rows:
+        stacked = muon and len(q.shape) == 2 and q.name.startswith(("attention.", "mlp."))
+        if q.shape[0] % p.dp and not stacked and q.name != "extra":
+            yield PlanError("plan.dp_shard", p.dp_shard, f"nanochat cuts {q.name} by rows, and {q.shape[0]:,} rows do not divide by {p.dp} ranks.",
+                            f"Use {nearest_divisors(q.shape[0], p.dp)} ranks, or a padded vocabulary.")
+
+
+RULES: tuple[Callable[[Run], Iterator[PlanError]], ...] = (_degrees, _tensor, _pipeline, _context, _expert, _batch, _numbers, _nanochat)

@@ -56,8 +56,8 @@ class Prepared:
 
 def strategy_name(run: Run) -> str:
     """Which file of this folder performs a plan."""
-    if run.plan.framework == "deepspeed":
-        return "deepspeed"
+    if run.plan.framework in ("deepspeed", "nanochat"):
+        return run.plan.framework
     if run.plan.pp > 1:
         return "pipeline"
     if run.plan.tp > 1:

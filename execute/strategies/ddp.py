@@ -14,7 +14,7 @@ from torch import nn
 
 from costmodel.spec import Plan, Run
 from execute import compat
-from execute.optim import make_optimizer
+from execute.optim import hidden_matrices, make_optimizer
 from execute.strategies import Prepared, Region, no_region
 from execute.strategies.buckets import EmulatedReducer
 
@@ -26,7 +26,7 @@ def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
 def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:
     """The replicated model with its optimizer."""
     prepared = replicate(run, model, dry=dry, region=region)
-    prepared.optimizer = make_optimizer(run.recipe.optimizer, model.parameters())
+    prepared.optimizer = make_optimizer(run.recipe.optimizer, model.parameters(), hidden_matrices(model))
     return prepared
 
 

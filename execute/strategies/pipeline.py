@@ -140,7 +140,7 @@ class Loss:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         with self.marks.forward():
-            return loss_of_logits(self.run.recipe, logits, targets) / self.run.micro_batches
+            return loss_of_logits(self.run.recipe, logits, targets, self.run.model.logit_softcap) / self.run.micro_batches
 
 
 class Stage(compat.QuietStage):

@@ -3,7 +3,7 @@
 from torch import nn
 
 from costmodel.spec import Run
-from execute.optim import make_optimizer
+from execute.optim import hidden_matrices, make_optimizer
 from execute.strategies import Prepared, Region, no_region
 
 
@@ -13,4 +13,4 @@ def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
 
 def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:
     """The model as it is."""
-    return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters()))
+    return Prepared(model, make_optimizer(run.recipe.optimizer, model.parameters(), hidden_matrices(model)))

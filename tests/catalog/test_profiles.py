@@ -20,7 +20,7 @@ KEYS_A_STEP_NEEDS = ("matmul.bf16.peak_share", "matmul.fp32.peak_share", "attent
 
 def run_on(where: Cluster, framework: Any = "pytorch") -> Run:
     model = Model(layers=2, hidden=256, heads=4, ffn=512, vocab=1024)
-    plan = Plan(framework=framework, dp_replicate=where.gpus)
+    plan = Plan(framework=framework, zero=1, dp_shard=where.gpus) if framework == "nanochat" else Plan(framework=framework, dp_replicate=where.gpus)
     precision = Recipe().precision.model_copy(update={"compute": "bf16" if "bf16" in where.accelerator.flops_per_s else "fp32"})
     return Run(model=model, cluster=where, plan=plan, recipe=Recipe(seq_len=512, global_batch=where.gpus, precision=precision))
 

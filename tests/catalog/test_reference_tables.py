@@ -55,7 +55,7 @@ def test_every_strategy_answers_the_same_questions():
     assert all(s.divides and s.shards and s.sends and s.forbids for s in STRATEGIES.values())
     predicted = {name for name, s in STRATEGIES.items() if s.predicted}
     assert predicted == {"single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron-distributed-optimizer", "tp",
-                         "sequence-parallel", "pp"}
+                         "sequence-parallel", "pp", "cp", "ep", "muon-distributed"}
 
 
 def test_importing_the_catalogue_stays_light():

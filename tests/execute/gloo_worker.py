@@ -126,24 +126,25 @@ def gradients(prepared: Any) -> dict[str, Any]:
     flats = {}
     for shard in (p for group in prepared.optimizer.param_groups for p in group["params"]):
         if shard.grad is not None and not isinstance(shard, DTensor) and shard.untyped_storage().nbytes() > shard.numel() * shard.element_size():
-            whole = torch.empty(shard.numel() * dist.get_world_size())  # a slice of ZeRO-2's flat parameters
-            dist.all_gather_into_tensor(whole, shard.grad)
+            whole = torch.empty(shard.numel() * dist.get_world_size())  # a slice of ZeRO-2's flat parameters; nanochat's rows
+            dist.all_gather_into_tensor(whole, shard.grad.flatten())
             flats[shard.untyped_storage().data_ptr()] = whole
     found = {}
     spread = {id(p): module.group for module in model.modules() if isinstance(module, Experts) and module.group is not None for p in module.parameters()}
     for name, p in model.named_parameters():
         name = model.name_in_model(name) if isinstance(model, Stages) else name
+        flat = flats.get(p.untyped_storage().data_ptr()) if not isinstance(p, DTensor) else None
         if isinstance(p.grad, DTensor):
             found[name] = p.grad.full_tensor()
             if id(p) in spread:
                 parts = [torch.empty_like(found[name]) for _ in range(dist.get_world_size(spread[id(p)]))]
                 dist.all_gather(parts, found[name], group=spread[id(p)])
                 found[name] = torch.cat(parts)
-        elif p.grad is not None:
-            found[name] = p.grad.clone()
-        else:
+        elif flat is not None:
             start = p.storage_offset()
-            found[name] = flats[p.untyped_storage().data_ptr()][start:start + p.numel()].view(p.shape).clone()
+            found[name] = flat[start:start + p.numel()].view(p.shape).clone()
+        else:
+            found[name] = p.grad.clone()
     return found
 
 

@@ -7,15 +7,18 @@ import pytest
 
 pytest.importorskip("torch")
 
-from small_runs import small_run
+from small_runs import LLAMA, small_run
 
 from costmodel.explain import explain
 from execute.dryrun import dry_run
+
+MIXTURE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 128}}
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("given", [
     {"strategy": "fsdp", "gpus": 4}, {"strategy": "ddp", "gpus": 4}, {"strategy": "zero1", "gpus": 4}, {"strategy": "zero2", "gpus": 4},
+    {"strategy": "fsdp", "gpus": 4, "ep": 2, "model": MIXTURE},
     {"strategy": "fsdp", "gpus": 4, "tp": 2}, {"strategy": "ddp", "gpus": 2, "tp": 2, "sequence_parallel": True}], ids=str)
 def test_state_and_collectives_are_those_of_the_dry_run(given: dict[str, Any]) -> None:
     run = small_run(**given)

@@ -59,6 +59,30 @@ def test_values_are_those_of_a_loop_over_tokens(score: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
 
 
+def test_slots_enough_for_all_change_nothing_and_too_few_drop_the_last_tokens() -> None:
+    """arXiv 2006.16668, section 3.2: what is over an expert's capacity is not computed; here the later rows are. 18 tokens x 2 of 8 experts: a factor of 4
+    is 18 slots, all there can be; a factor of 0.2 is one slot."""
+    x = torch.randn(2, 9, 256)
+
+    def of(factor: float | None) -> Any:
+        layer = layer_of(cpu_run(MIXTURE, recipe={"moe_capacity_factor": factor}))
+        return layer, mixture(x, layer.router, layer.experts, 2, "softmax", 0.0).view(18, 256)
+
+    layer, whole = of(None)
+    close = {"rtol": 1e-4, "atol": 1e-5 * whole.abs().max().item()}
+    torch.testing.assert_close(of(4.0)[1], whole, **close)
+    few = of(0.2)[1]
+    chosen = layer.router(x.view(18, 256)).topk(2)[1].tolist()
+    first = {expert: min(t for t in range(18) if expert in chosen[t]) for row in chosen for expert in row}
+    for token, experts in enumerate(chosen):
+        kept = [e for e in experts if first[e] == token]
+        if len(kept) == 2:
+            torch.testing.assert_close(few[token], whole[token], **close)
+        else:
+            assert bool((few[token] == 0).all()) is (not kept)
+    assert any(len([e for e in experts if first[e] == t]) == 0 for t, experts in enumerate(chosen))
+
+
 def test_the_auxiliary_loss_is_one_where_routing_is_even_and_e_where_one_expert_gets_all() -> None:
     """arXiv 2101.03961, equation 4: E Σ f_i P_i."""
     even, one = torch.full((16, 4), 0.25), torch.zeros(16, 4)
@@ -101,7 +125,7 @@ def test_a_dry_run_sends_what_the_imbalance_says() -> None:
 
 @pytest.mark.parametrize(("field", "mode", "given"), [
     ("plan.ep", "solo", {"strategy": "fsdp", "gpus": 8, "ep": 2}), ("plan.ep", "run", {"strategy": "zero1", "gpus": 8, "ep": 2}),
-    ("plan.tp", "dryrun", {"strategy": "fsdp", "gpus": 8, "tp": 2}), ("recipe.moe_capacity_factor", "dryrun", {"recipe": {"moe_capacity_factor": 1.0}})])
+    ("plan.tp", "dryrun", {"strategy": "fsdp", "gpus": 8, "tp": 2}), ("plan.ep_overlap", "run", {"strategy": "fsdp", "gpus": 8, "ep": 2, "ep_overlap": True})])
 def test_what_is_not_performed_is_refused_by_name(field: str, mode: Any, given: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as refused:
         check_supported(small_run(MIXTURE, **given), mode)

@@ -27,6 +27,7 @@ ALONE = {
     "autocast": cpu_run(DEEP, recipe={"precision": "bf16-mixed"}), "full checkpointing": cpu_run(DEEP, checkpointing="full"),
     "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
     "moe": cpu_run(MIXTURE), "moe, autocast": cpu_run(MIXTURE, recipe={"precision": "bf16-mixed"}),
+    "muon": cpu_run(DEEP, recipe={"optimizer": "muon"}), "nanochat": cpu_run(DEEP, framework="nanochat"),
     "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),
 }
 UNWATCHED = ("llama, peak in a layer", "gpt, dropout, eager", "autocast", "full checkpointing", "chunked loss", "moe")
@@ -40,6 +41,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tp": {"strategy": "ddp", "tp": 2}, "tp sp loss": {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "loss_parallel": True},
     "pp 1f1b": {"strategy": "ddp", "pp": 2, "recipe": {"grad_accum": 2}},
     "pp gpipe": {"strategy": "ddp", "pp": 2, "schedule": "gpipe", "recipe": {"grad_accum": 2}},
+    "nanochat": {"strategy": "muon-distributed", "recipe": {"grad_accum": 2}},
 }
 BUCKETS = {"many buckets": {"bucket_bytes": 1 << 20, "first_bucket_bytes": 1 << 18}, "one bucket": {"bucket_bytes": 1 << 30, "first_bucket_bytes": 1 << 30}}
 CPU_PAIR = {"gpu": "cpu_epyc_2core", "gpus": 2}

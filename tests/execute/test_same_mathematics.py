@@ -1,6 +1,8 @@
 """Every way to spread a step computes what one process computes with the whole batch: gradients of the first step, losses of five."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,8 @@ class Case(NamedTuple):
     grad_accum: tuple[int, ...] = (1, 2)
     model: dict[str, Any] = LLAMA
     clip_norm: float = CLIPPED
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
+    recipe: Mapping[str, Any] = MappingProxyType({})
 
 
 TWO = {
@@ -49,11 +53,13 @@ TWO = {
     "pp naive": Case({"strategy": "ddp", "pp": 2, "schedule": "naive"}, (2,)), "pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (1, 4)),
     "pp 1f1b": Case({"strategy": "ddp", "pp": 2}, (2, 4)), "pp 1f1b, uneven": Case({"strategy": "ddp", "pp": 2, "stage_layers": [3, 1]}, (2,)),
     "moe, ddp": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,), MIXTURE), "moe, fsdp x ep 2": Case({"strategy": "fsdp", "ep": 2}, (1, 2), MIXTURE),
+    "moe, fsdp x ep 2, slots for all": Case({"strategy": "fsdp", "ep": 2}, (1,), MIXTURE, recipe={"moe_capacity_factor": 2.0}),
     "moe, fsdp x ep 2, checkpointed": Case({"strategy": "fsdp", "ep": 2, "checkpointing": "full"}, (1,), MIXTURE),
     "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
     "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
         {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
     "pp zbv": Case({"strategy": "ddp", "pp": 2, "schedule": "zbv"}, (4,)), "pp dualpipev": Case({"strategy": "ddp", "pp": 2, "schedule": "dualpipev"}, (4,)),
+    "nanochat": Case({"strategy": "muon-distributed"}, (2,), LLAMA, 0.0, ("adamw",)),
 }
 FOUR = {
     "ddp of 4": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,)), "zero1 of 4": Case({"strategy": "zero1"}, (1,)),
@@ -76,13 +82,13 @@ SCALED = ("ddp", "zero1", "zero2", "fsdp")
 
 def given(case: Case, gpus: int, grad_accum: int, optimizer: str) -> dict[str, Any]:
     recipe = {"seq_len": 16, "micro_batch": 2, "grad_accum": grad_accum, "precision": "fp32", "optimizer": OPTIMIZERS[optimizer],
-              "clip_norm": case.clip_norm, "warmup_steps": 2}
+              "clip_norm": case.clip_norm, "warmup_steps": 2, **case.recipe}
     return {"model": case.model, "cluster": {"gpu": "cpu_epyc_2core", "gpus": gpus}, "plan": case.plan, "recipe": recipe}
 
 
 def rows(cases: dict[str, Case]) -> dict[str, tuple[Case, int, str]]:
     return {f"{name}, {m} micro-batches, {optimizer}": (case, m, optimizer) for name, case in cases.items() for m in case.grad_accum
-            for optimizer in OPTIMIZERS}
+            for optimizer in case.optimizers}
 
 
 @pytest.fixture(scope="module")

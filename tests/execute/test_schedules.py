@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.utils.checkpoint import checkpoint
 
 from costmodel.program.schedule import rank_order
 from costmodel.spec import PlanError
@@ -152,3 +153,21 @@ def test_ddp_sees_no_gradient_of_a_split_backward() -> None:
     run = small_run({**LLAMA, "layers": 4}, "ddp", 4, pp=2, schedule="zb-h1", recipe={"grad_accum": 4, "seq_len": 32})
     with pytest.raises(PlanError, match="would not reduce them"):
         observe(run, 0)
+
+
+def test_a_checkpoint_is_computed_again_for_every_weight_of_a_split_backward() -> None:
+    """Why that is refused: each torch.autograd.grad, one for the input and one for every group of weights, unpacks what was saved anew."""
+    computed: list[int] = []
+    layer = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        computed.append(1)
+        return x + layer[2](layer[0](x).relu() * layer[1](x))
+
+    x = torch.randn(2, 4, requires_grad=True)
+    y = checkpoint(forward, x, use_reentrant=False)
+    computed.clear()
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], layer.parameters())
+    assert len(computed) == 1
+    stage_backward_weight(layer.parameters(), groups)
+    assert len(computed) == 1 + len(groups) == 1 + 3

@@ -37,7 +37,8 @@ RUNS: dict[str, tuple[Any, int]] = {
     "pp zb-h1": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 4}, pp=2, schedule="zb-h1"), 1),
     "pp zbv": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 4}, pp=2, schedule="zbv"), 0),
     "pp gpipe": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="gpipe"), 1),
-    "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0)}
+    "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0),
+    "nanochat": (cpu_run(LLAMA, "muon-distributed", 4), 3)}
 
 
 @pytest.mark.parametrize("name", RUNS)

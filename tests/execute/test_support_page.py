@@ -42,7 +42,7 @@ def covered() -> dict[str, set[tuple[Any, ...]]]:
     for given in test_real_runs.STRATEGIES.values():
         plan = {k: v for k, v in given.items() if k not in ("recipe", "strategy")}
         real.append(test_real_runs.cpu_run(test_real_runs.LLAMA, given["strategy"], 2, given.get("recipe"), **plan))
-    same = [build_run(**test_same_mathematics.given(case, gpus, max(case.grad_accum), "sgd"))
+    same = [build_run(**test_same_mathematics.given(case, gpus, max(case.grad_accum), case.optimizers[0]))
             for cases, gpus in ((test_same_mathematics.TWO, 2), (test_same_mathematics.FOUR, 4)) for case in cases.values()]
     return {"dry run": {kind(build_run(**case.given)) for case in byte_cases.cases()}, "real ranks": {kind(run) for run in real},
             "its dry run": {kind(run) for run, _ in test_solo.RUNS.values()}, "one process": {kind(run) for run in same},

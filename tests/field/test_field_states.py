@@ -276,3 +276,26 @@ def test_shapes_that_files_describe_have_their_parameters(model: Any, params: in
     """F01 bigscience's tr11-176B-ml.slurm; F04 nanotron's config_tiny_llama.yaml (2.42B, not tiny); F10 torchtitan's llama3_405b.toml; F13 SimuMax's
     llama3-405b_padding_128.json (416.5B, not Llama's 405.85B). The files themselves are not read."""
     assert run_of(model=model).model.params == params
+
+
+# -- Muon and fp8 ------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_leaves_tables_and_head_to_adamw_and_copies_none_of_them() -> None:
+    """C32, NVIDIA/Megatron-LM#5034: an embedding of 0.53e9 elements in Muon's stacks was padded to one copy a rank, 4.77e9 elements over 8 ranks.
+    Muon takes the layers' matrices alone: embedding and head cost two states over the ranks, and their bytes stay what they are."""
+    shape = {"layers": 2, "hidden": 4096, "heads": 32, "ffn": 4096, "vocab": 129_280, "norm": "rmsnorm_no_weight"}
+    small, large = (states(predicted(model={**shape, "vocab": vocab}, gpus=8, gpu="gb200", plan={"strategy": "muon-distributed"}, seq_len=256))
+                    for vocab in (1_280, 129_280))
+    tables = 2 * 128_000 * 4096
+    assert {name: large[name] - small[name] for name in large} == {"parameters": 4 * tables, "gradients": 4 * tables, "optimizer": 8 * tables // 8}
+
+
+@pytest.mark.parametrize(("gpu", "recipe", "more"), [("h100", "tensorwise", 2), ("b200", "tensorwise", 1)])
+def test_fp8_adds_copies_of_the_weights(gpu: str, recipe: str, more: int) -> None:
+    """C77, NVIDIA/TransformerEngine#1261: weights stay in 16 bits, beside their fp8 copy and, on Hopper, its transpose: 2 + 1 + 1 bytes."""
+    def held(precision: Any) -> int:
+        step = predicted(model="llama-3-8b", gpus=8, gpu=gpu, plan={"framework": "megatron", "zero": 1}, seq_len=256, precision=precision)
+        return sum(memory(step).states.values())
+    linear = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert held({"base": "fp8", "fp8_recipe": recipe}) - held("bf16-mixed") == more * linear

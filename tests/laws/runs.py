@@ -10,7 +10,7 @@ from costmodel import PlanError, Run, build_run
 from costmodel.program.build import build
 
 DIALECTS = [("pytorch", 0), ("pytorch", 1), ("pytorch", 2), ("pytorch", 3), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2),
-            ("deepspeed", 3), ("megatron", 0), ("megatron", 1)]
+            ("deepspeed", 3), ("megatron", 0), ("megatron", 1), ("nanochat", 1)]
 GPUS = st.one_of(st.integers(1, 8), st.sampled_from([16, 24, 48, 64, 128, 1000, 4096]))
 FLAGS = ("gated", "tied_embeddings", "norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "head_bias", "fused_qkv", "embedding_norm",
          "final_norm", "parallel_residual")
@@ -64,7 +64,8 @@ def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
 def recipes(draw: st.DrawFn, gpu: str) -> dict[str, Any]:
     """Batch, precision, optimizer and kernels that the GPU can run."""
     words = {"v100": ["fp32", "fp16-mixed"], "cpu_xeon_2core": ["fp32", "bf16-mixed"]}.get(gpu, ["fp32", "tf32", "bf16-mixed", "bf16-pure", "fp16-mixed"])
-    name = draw(st.sampled_from(["sgd", "momentum", "adam", "adamw", "adamw", "adam8bit"]))
+    words += ["fp8"] if gpu == "h100" else []
+    name = draw(st.sampled_from(["sgd", "momentum", "adam", "adamw", "adamw", "adam8bit", "muon"]))
     kind = draw(st.sampled_from(["foreach", "for-loop"] if name in ("sgd", "momentum") else ["foreach", "fused", "for-loop"]))
     compiled = draw(st.booleans())
     return {
@@ -84,6 +85,11 @@ def inputs(draw: st.DrawFn, gpus: st.SearchStrategy[int] = GPUS) -> dict[str, An
     model, plan, recipe = draw(models()), draw(plans(count)), draw(recipes(gpu))
     in_place = plan["framework"] == "pytorch" and plan["zero"] < 2 and not plan["gradient_as_bucket_view"]  # test_known.py
     recipe["zero_set_to_none"] = not in_place or draw(st.booleans())
+    if plan["framework"] == "nanochat":
+        model["vocab"] = -(-model["vocab"] // count) * count
+        recipe["optimizer"]["name"] = draw(st.sampled_from(["muon", "adamw"]))
+    elif recipe["optimizer"]["name"] == "muon" and (plan["framework"], plan["zero"]) != ("pytorch", 0):
+        recipe["optimizer"]["name"] = "adam"
     return {"model": model, "cluster": {"gpus": count, "gpu": gpu}, "plan": plan, "recipe": recipe}
 
 

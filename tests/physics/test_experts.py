@@ -11,6 +11,7 @@ from steps import memory, sent, states, step
 
 from costmodel import PlanError, build_run, predict
 from costmodel.catalog.models import model
+from costmodel.explain import explain
 from costmodel.mesh import mesh_of
 from costmodel.spec.parameters import active_parameter_count
 
@@ -113,6 +114,13 @@ def test_the_busiest_rank_is_the_fullest_and_the_mean_rank_has_the_even_share() 
     assert (kept[1] + 3 * kept[2]) / 4 == pytest.approx(kept[0], rel=1e-3)
 
 
+def test_a_capacity_factor_pads_every_expert_to_its_slots() -> None:
+    """arXiv 2006.16668, section 3.2: 64 tokens x 2 of 8 experts are 16 rows each; 1.25 of them 20: 160 rows travel for 128, and no counts."""
+    role = step(MIXTURE, 8, plan={"zero": 3, "ep": 4}, precision="fp32", moe_capacity_factor=1.25).roles[0]
+    moved = [c for c in role.collectives or () if c.kind == "all-to-all"]
+    assert {(c.dtype, c.message_bytes, c.out_bytes) for c in moved} == {("fp32", 160 * H * 4, 160 * H * 4)}
+
+
 def test_a_skewed_exchange_takes_as_long_as_the_larger_side() -> None:
     many = {**MIXTURE, "moe": {"experts": 16, "top_k": K, "expert_ffn": F}}
 
@@ -143,6 +151,17 @@ def test_megatrons_host_waits_for_the_router_in_both_passes_of_every_layer() -> 
     assert host(2) - host(4) == pytest.approx(L * 0.00017 * (E // 2 - E // 4), rel=0.05)
 
 
+@pytest.mark.parametrize("plan", [{"ep": 4}, {"ep": 4, "ep_overlap": True}, {"ep": 4, "cp": 2},
+                                  {"ep": 2, "tp": 2, "sequence_parallel": True, "pp": 2}], ids=str)
+def test_the_explanation_and_the_timeline_lay_out_what_is_predicted(plan: dict[str, Any]) -> None:
+    """The waits that a timeline finds on each axis are those of the report."""
+    run = build_run(model=MIXTURE, cluster={"gpus": 8, "gpu": "h100"}, plan={**MEGATRON, **plan}, recipe={"seq_len": T, "grad_accum": 2})
+    found = explain(run)
+    report = predict(run, scaling=False)
+    exposed = report.fullest.time.exposed_s if report.fullest.time else {}
+    assert sum(m.exposed_s for m in found.movements if m.axis == "ep") == pytest.approx(exposed.get("ep", 0.0), rel=0.02)
+
+
 def test_graphs_hide_most_of_that_wait() -> None:
     """software.pytorch's moe.graph_factor, 0.18."""
     def stalled(graphs: bool) -> float:
@@ -161,6 +180,12 @@ def test_the_all_gather_dispatcher_brings_every_token_of_the_group_to_every_rank
     assert found == {(phase, kind): (L, whole) for phase in ("forward", "backward") for kind in ("all-gather", "reduce-scatter")}
 
 
+def test_the_flex_dispatcher_sends_a_token_once_to_each_rank() -> None:
+    """Of 8 experts on 4 ranks two are drawn: with chance 1 in 7 both are on one rank, so 2 - 1/7 copies travel where the exchange sends 2."""
+    role = step(MIXTURE, 8, plan={**MEGATRON, "ep": 4, "ep_dispatcher": "flex"}, seq_len=448).roles[0]
+    assert {c.message_bytes for c in role.collectives or () if c.axis == "ep"} == {448 * 13 // 7 * H * 2}
+
+
 def test_overlapped_exchanges_hide_behind_compute() -> None:
     def exposed(overlap: bool) -> float:
         plan = {**MEGATRON, "ep": 8, "ep_overlap": overlap}
@@ -174,7 +199,8 @@ def test_overlapped_exchanges_hide_behind_compute() -> None:
 
 @pytest.mark.parametrize(("field", "given"), [
     ("plan.ep", {"plan": {"ep": 2}}), ("plan.ep", {"plan": {"zero": 3, "ep": 2, "pp": 2}}), ("plan.tp", {"plan": {"zero": 3, "tp": 2}}),
-    ("plan.sequence_parallel", {"plan": {**MEGATRON, "tp": 2}}), ("recipe.moe_capacity_factor", {"recipe": {"moe_capacity_factor": 1.25}}),
+    ("plan.sequence_parallel", {"plan": {**MEGATRON, "tp": 2}}),
+    ("recipe.moe_capacity_factor", {"plan": {**MEGATRON, "ep": 2, "ep_dispatcher": "allgather"}, "recipe": {"moe_capacity_factor": 1.25}}),
     ("plan.framework", {"plan": {"framework": "deepspeed", "zero": 1}}), ("plan.ep", {"plan": {"zero": 3, "ep": 3}, "cluster": {"gpus": 6}}),
     ("recipe.moe_imbalance", {"plan": {"zero": 3, "ep": 2}, "recipe": {"moe_imbalance": 3.0}}),
     ("model.moe.expert_bias", {"model": {**MIXTURE, "moe": {**MIXTURE["moe"], "expert_bias": True}}})])

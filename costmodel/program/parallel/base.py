@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Comm, Op, Tensor, periods
 from costmodel.program.layers import Numbers, batch_tensors
+from costmodel.program.muon import updates as muon_updates
 from costmodel.program.optimizer import STATES, Update, clip_ops, update_ops
 from costmodel.program.tape import GradReady
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
@@ -74,7 +75,7 @@ class Strategy:
         """What this rank's optimizer updates."""
         p, inv = self.precision, self.inventory
         return Update(inv.numel, inv.tensors, inv.largest, p.master or p.parameter, p.gradient, p.optimizer_state,
-                      p.parameter if p.master else None, self.steps_on_device)
+                      p.parameter if p.master else None, self.steps_on_device, *(inv.matrices if self.recipe.optimizer.name == "muon" else ()))
 
     @property
     def steps_on_device(self) -> bool:
@@ -233,6 +234,13 @@ class Strategy:
         if STATES[spec.name] == 2 and spec.implementation != "fused":
             return [ops[0], placed, *sums, done, placed, *sums, placed, *sums, done, done, *ops[1:]]
         return [placed, *sums, *ops, done]
+
+    def updates(self, role: str, first: bool) -> list[tuple[list[Op], int]]:
+        """The optimizer step as ops and how often they repeat; the first part once."""
+        spec = self.recipe.optimizer
+        if spec.name == "muon":
+            return muon_updates(spec, self.update(role), self.inventory, first=first)
+        return [(self.step(role, first), 1)]
 
     def update_in_fp32(self, role: str, first: bool) -> list[Op]:
         """The update of master weights, before which 16-bit gradients are copied to fp32."""

@@ -29,7 +29,7 @@ def arrival_order(params: tuple[Param, ...], model: Model, *, weight_first: bool
 
     Modules in reverse order of use: a post-norm before its block, the norms of a parallel residual last. Of a linear layer the bias
     before the weight, whose gradient passes through a transpose, or with `weight_first` the weight (autocast, where both pass
-    through a cast; losses that take the head in); of a norm the weight first.
+    through a cast, but for fp8 layers, which add their bias; losses that take the head in); of a norm the weight first.
     """
     groups: dict[str, list[Param]] = {}
     for p in params:
@@ -61,31 +61,33 @@ class Buckets:
         takes_head = run.recipe.loss in ("chunked", "fused")
         self._fill = _Fill(first_cap, cap)
         self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params, takes_head or autocast))}
-        layer, layers = walk(inventory.layer.params), inventory.layers
+        fp8 = run.recipe.precision.compute == "fp8"
+        layer, layers = walk(inventory.layer.params, autocast and not fp8), inventory.layers
         seen: dict[tuple[int, int, int], int] | None = {}
         filled: list[dict[str, Flush]] = []
         while len(filled) < layers:
             if seen is not None and self._fill.state in seen:
                 period = filled[seen[self._fill.state]:]
-                for _ in range((layers - len(filled)) // len(period)):
-                    filled += period
-                    self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()]
+                more = (layers - len(filled)) // len(period)
+                filled += period * more
+                self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()] * more
                 seen = None
                 continue
             if seen is not None:
                 seen[self._fill.state] = len(filled)
             filled.append(self._fill.unit(layer))
-        for i, flushes in enumerate(filled):
-            self.flush[LAYER, layers - 1 - i] = flushes
+        filled.reverse()
+        self.flush |= {(LAYER, i): flushes for i, flushes in enumerate(filled)}
         embedding = walk(inventory.embedding.params)
         self.flush[EMBEDDING, 0] = self._fill.unit(embedding)
         rest = self._fill.rest()
         if rest and embedding:
             self.flush[EMBEDDING, 0][max(embedding, key=lambda p: p[2])[0]] = rest
         elif rest and layer and layers:
-            self.flush[LAYER, 0] = {**self.flush[LAYER, 0], max(layer, key=lambda p: p[2])[0]: rest}
+            filled[0] = self.flush[LAYER, 0] = {**filled[0], max(layer, key=lambda p: p[2])[0]: rest}
         self.sizes = self._fill.sizes
-        self.layers = [tuple(self.flush[LAYER, i].items()) for i in range(inventory.layers)]
+        keys = {i: tuple(flushes.items()) for i, flushes in dict(zip(map(id, filled), filled, strict=True)).items()}
+        self.layers = [keys[i] for i in map(id, filled)]
         """What completes in each layer: a key that is equal for layers that send alike."""
 
 

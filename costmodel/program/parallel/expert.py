@@ -10,11 +10,12 @@ NVIDIA/Megatron-LM core/transformer/moe/token_dispatcher.py.
 """
 
 from collections.abc import Iterator
+from math import comb
 
 from costmodel.program.ir import Comm
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 from costmodel.spec.parameters import Param
-from costmodel.spec.routing import busiest_rows
+from costmodel.spec.routing import busiest_rows, slots
 
 AXIS, REPLICAS = "ep", "edp"
 """Ranks that share the experts; ranks that have the same ones."""
@@ -39,7 +40,7 @@ def local_expert(p: Param, ep: int, t: int) -> Param:
 class ExpertParallel:
     """What one rank of an ep group holds and gets; with ep = 1 it sends nothing."""
 
-    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "gathers")
+    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "dispatcher", "capacity")
 
     def __init__(self, run: Run, *, busiest: bool = True) -> None:
         assert run.model.moe is not None
@@ -49,19 +50,30 @@ class ExpertParallel:
         self.top_k = run.model.moe.top_k
         self.imbalance = run.recipe.moe_imbalance
         self.busiest = busiest
-        self.gathers = run.plan.ep_dispatcher == "allgather"
-        """Every rank gets all tokens of the group instead of the rows for its experts."""
+        self.capacity = run.recipe.moe_capacity_factor
+        """Slots of each expert over the even share; None: no token is dropped, and nobody knows how many rows come."""
+        self.dispatcher = run.plan.ep_dispatcher
         self.event = "experts" if run.plan.ep_overlap and self.n > 1 else ""
         """What the all-to-alls signal when done; empty where compute waits for each."""
         self.hooks = self.n > 1 and run.plan.framework == "pytorch"
         """The strategy gathers and reduces the experts' weights apart from the layer's."""
 
+    def sent(self, rows: int) -> int:
+        """Rows that this rank sends to experts, of `rows` that the router chose: all of them, or as many as there are slots."""
+        return rows if self.capacity is None else self.experts * self.n * slots(rows, self.experts * self.n, self.capacity)
+
     def received(self, rows: int) -> int:
         """Rows for this rank's experts, of the whole group, where each rank routes `rows` of them."""
-        if self.n == 1:
-            return rows
+        if self.n == 1 or self.capacity is not None:
+            return self.sent(rows)
         first = busiest_rows(rows, self.n, self.imbalance)
         return self.n * first if self.busiest else -(-self.n * (rows - first) // (self.n - 1))
+
+    def copies(self, tokens: int) -> int:
+        """Copies of `tokens` tokens that travel where each is sent once to every rank with some of its experts: n (1 - C(E - E/n, k) / C(E, k)) of each, as
+        the k experts are drawn evenly."""
+        every = self.experts * self.n
+        return round(tokens * self.n * (1 - comb(every - self.experts, self.top_k) / comb(every, self.top_k)))
 
     def exchange(self, sent: int, received: int, dtype: str) -> Comm:
         """An all-to-all of the group: elements that this rank sends and gets."""
@@ -93,16 +105,15 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (m.moe.shared_experts > 0 and not m.moe.shared_ffn, "model.moe.shared_ffn", 0, "shared experts without their width",
              "Use shared_ffn = shared_experts x the width of one."),
             (p.framework == "deepspeed", "plan.framework", p.framework, f"{word} in this dialect", "Use framework = pytorch or megatron."),
-            (r.moe_capacity_factor is not None, "recipe.moe_capacity_factor", r.moe_capacity_factor, "tokens dropped or padded to a capacity",
-             "Leave moe_capacity_factor out: no token is dropped."),
+            (r.moe_capacity_factor is not None and p.ep_dispatcher != "alltoall", "recipe.moe_capacity_factor", r.moe_capacity_factor,
+             f"capacities with the {p.ep_dispatcher} dispatcher", "Use ep_dispatcher = alltoall."),
             (pytorch and p.cp > 1, "plan.cp", p.cp, f"{word} under PyTorch's context parallelism", "Use cp = 1, or framework = megatron."),
             (pytorch and p.tp > 1, "plan.tp", p.tp, f"{word} under PyTorch's tensor parallelism", "Use tp = 1, or framework = megatron."),
             (pytorch and p.ep > 1 and p.zero != 3, "plan.ep", p.ep, "PyTorch's expert parallelism without FSDP", "Use zero = 3, or ep = 1."),
             (pytorch and p.ep > 1 and p.pp > 1, "plan.ep", p.ep, "PyTorch's expert parallelism in a pipeline", "Use pp = 1, ep = 1, or framework = megatron."),
-            (p.ep > 1 and p.cp > 1, "plan.ep", p.ep, "expert parallelism beside context parallelism", "Use cp = 1 or ep = 1."),
             (pytorch and p.ep_overlap and p.ep > 1, "plan.ep_overlap", True, "all-to-alls that overlap compute in PyTorch's dialect",
              "Use ep_overlap = false, or framework = megatron."),
-            (p.ep_dispatcher == "allgather" and p.framework != "megatron", "plan.ep_dispatcher", p.ep_dispatcher, "all-gathers in place of all-to-alls",
+            (p.ep_dispatcher != "alltoall" and p.framework != "megatron", "plan.ep_dispatcher", p.ep_dispatcher, "another dispatcher than the all-to-all",
              "Use ep_dispatcher = alltoall, or framework = megatron."),
             (p.ep_dispatcher == "allgather" and p.ep_overlap, "plan.ep_overlap", True, "all-gathers of tokens that overlap compute",
              "Use ep_overlap = false."),

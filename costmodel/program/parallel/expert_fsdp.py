@@ -81,6 +81,11 @@ class ExpertFSDP(FSDP):
     def gradient_key(self, micro: str, variant: object) -> object:
         return (self.name, micro, variant)
 
+    def _gather(self, group: str, event: str) -> list[Op]:
+        """FSDP2 gathers all groups on one stream: this one begins when the last one, over whichever ranks, is done."""
+        ops = super()._gather(group, event)
+        return [self._hold(event, self.axes[group]), *ops] if ops else []
+
     def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
         ops = super()._copy_out(group, event, free)
         if group == EXPERTS and self.by_column:

@@ -42,7 +42,7 @@ class FSDP(Strategy):
         self.sync_each = run.plan.sync_each_micro_batch and not self.pipelined
         p = self.precision
         self.low = numbers.weight
-        self.casts = self.low != p.parameter
+        self.casts = self.low != p.parameter or p.fp8_gather
         root = UnitParams(inventory.embedding.params + inventory.head.params, inventory.embedding.numel + inventory.head.numel)
         self.groups = {LAYER: inventory.layer, ROOT: root}
         self.size = {LAYER: self.n, ROOT: self.n}
@@ -51,6 +51,9 @@ class FSDP(Strategy):
         self.shard = {name: g.sharded_numel(self.n) for name, g in self.groups.items()}
         self.local = {name: sum(_local(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
                       for name, g in self.groups.items()}
+        matrices = [q for q in inventory.layer.params if len(q.shape) == 2] if p.fp8_gather else []
+        self.bytes_saved = sum(-(-q.shape[0] // self.n) * q.shape[1] for q in matrices) * (element_bytes(self.low) - 1)
+        """Of a layer's shard as it is gathered, where matrices travel in fp8."""
 
     def refusals(self) -> Iterator[PlanError]:
         o = self.recipe.optimizer
@@ -79,18 +82,23 @@ class FSDP(Strategy):
     def _bytes(self, group: str, dtype: str, *, whole: bool = True) -> int:
         return self.shard[group] * (self.size[group] if whole else 1) * element_bytes(dtype)
 
+    def _weights(self, group: str, *, whole: bool = True) -> int:
+        """Bytes of a group's parameters as they are gathered."""
+        each = self._bytes(group, self.low, whole=False) - (self.bytes_saved if group == LAYER else 0)
+        return each * (self.size[group] if whole else 1)
+
     def _buffer(self, group: str) -> Tensor:
-        return Tensor(f"all_gather({group})", "communication", self._bytes(group, self.low), "gather")
+        return Tensor(f"all_gather({group})", "communication", self._weights(group), "gather")
 
     def _params(self, group: str) -> Tensor:
-        return Tensor(f"unsharded({group})", "communication", self._bytes(group, self.low))
+        return Tensor(f"unsharded({group})", "communication", self._weights(group))
 
     def _gather(self, group: str, event: str) -> list[Op]:
         """Cast the shard, copy it into the gather buffer, gather."""
         axis, n = self.axes[group], self.size[group]
         if n == 1 or not self.groups[group].numel:
             return []
-        shard_bytes = float(self._bytes(group, self.low, whole=False))
+        shard_bytes = float(self._weights(group, whole=False))
         ops: list[Op] = []
         cast: tuple[Tensor, ...] = ()
         if self.casts:
@@ -100,14 +108,14 @@ class FSDP(Strategy):
             moved += self._bytes(group, self.precision.parameter, whole=False) + shard_bytes
         ops.append(Op(f"fsdp.copy_in({group})", "side", nbytes=moved, dtype=self.low, kernels=2 if self.casts else 1,
                       allocs=(*cast, self._buffer(group)), axis=axis, detached=True))
-        ops.append(collective(axis, "all-gather", n, self._bytes(group, self.low), self.low, event=event,
+        ops.append(collective(axis, "all-gather", n, self._weights(group), self.low, event=event,
                               name=f"all_gather({group})", frees=cast, detached=True, inline=True))
         return ops
 
     def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
         if not self.groups[group].numel:
             return []
-        moved = 2.0 * self._bytes(group, self.low)
+        moved = 2.0 * self._weights(group)
         count = len(self.groups[group].params)
         wait = [] if self.size[group] == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
         return [*wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
@@ -141,7 +149,7 @@ class FSDP(Strategy):
         rest: list[object] = ["middle"] * (self.inventory.layers - 1)
         if phase == "backward" and rest:
             rest[-1] = "last"
-        return ["first" if rest else "only", *rest]
+        return ["first" if rest else "only", *rest][:self.inventory.layers]
 
     def gradient_key(self, micro: str, variant: object) -> object:
         return self.name
@@ -363,6 +371,17 @@ class FSDP(Strategy):
         if self.plan.tp > 1:
             ops.insert(1, collective("tp", "all-reduce", self.plan.tp, element_bytes(u.grad) * u.tensors, u.grad, name="clip.all_reduce"))
         return ops
+
+    def after_step(self, role: str) -> list[tuple[list[Op], int]]:
+        """The scales of the next step's fp8 weights: the largest magnitude of every matrix, found on the shards and reduced all at once."""
+        if not self.precision.fp8_gather:
+            return []
+        layers, (numel, tensors) = self.inventory.layers, self.inventory.matrices
+        held = nbytes(-(-numel // self.n), self.precision.parameter)
+        ops = [Op("fp8.scales", "memory", nbytes=float(held), dtype=self.precision.parameter, kernels=3 + tensors // 30)]
+        if self.n > 1:
+            ops.append(collective(self.axis, "all-reduce", self.n, 4 * tensors, "fp32", name="fp8.scales_all_reduce"))
+        return [(ops, 1)] if layers else []
 
     def notes(self) -> list[str]:
         small = [q.name for group in (LAYER, ROOT) for q in self.groups[group].params if q.shape[0] < self.n]

@@ -9,6 +9,7 @@ beside 16-bit parameters, and although the stage is 0 each rank has the master w
 whole gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
 """
 
+from costmodel.program import float8
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
@@ -52,6 +53,9 @@ class MegatronDP(Bucketed):
             shapes = {q.shape[-2:] for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) >= 2}
             dummy = sum(r * c for r, c in shapes)
             out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
+        if self.numbers.fp8:
+            style = float8.style_of(self.run)
+            out.append(Tensor("fp8 weights", "framework", style.layouts * style.stored(inv.cast_weights[0])))
         return out
 
     def update(self, role: str) -> Update:
@@ -60,9 +64,14 @@ class MegatronDP(Bucketed):
                       p.optimizer_state, p.parameter if p.master else None, self.steps_on_device)
 
     def begin_step(self, first: bool) -> list[Op]:
-        """The buffer is zeroed, not freed."""
+        """The buffer is zeroed, not freed. Transformer Engine casts fp8 weights once a step."""
         total = float(nbytes(self.inventory.numel, self.precision.gradient))
-        return [Op("zero_grad", "memory", nbytes=total, dtype=self.precision.gradient)]
+        ops = [Op("zero_grad", "memory", nbytes=total, dtype=self.precision.gradient)]
+        if self.numbers.fp8:
+            style, (numel, tensors) = float8.style_of(self.run), self.inventory.cast_weights
+            moved = style.cast_bytes(numel, element_bytes(self.precision.parameter))
+            ops.append(Op("fp8.cast_weights", "memory", nbytes=moved, dtype="fp8", kernels=tensors * style.kernels))
+        return ops
 
     def kept_gradients(self) -> list[Tensor]:
         return []

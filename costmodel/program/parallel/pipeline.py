@@ -88,12 +88,14 @@ def _split_refusals(run: Run) -> Iterator[PlanError]:
     if p.zero == 0 and p.dp > 1:
         yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
                         "Use 1f1b or interleaved, or strategy = fsdp.")
+    if p.checkpointing.mode != "none":
+        yield PlanError("plan.checkpointing", p.checkpointing.mode,
+                        "PyTorch computes a checkpoint again for every group of weights in a backward of two passes, not once.",
+                        "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value, what, fix in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero, "FSDP2", "Use schedule = zbv, or dp = 1."),
             (run.model.moe is not None, "model", run.model.name, "a mixture of experts", "Use a dense model, or schedule = 1f1b or interleaved."),
-            (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved."),
-            (p.checkpointing.mode != "none", "plan.checkpointing", p.checkpointing.mode, "activation checkpointing",
-             "Use checkpointing = none, or schedule = 1f1b or interleaved.")):
+            (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved.")):
         if on:
             yield PlanError(field, value, f"{what} with a backward in two passes: not predicted yet.", fix)
 
