@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from costmodel.spec import PlanError, Run
+from costmodel.spec.run import BEFORE_AMPERE
 
 Mode = Literal["dryrun", "solo", "run"]
 """On fake tensors; one rank on a real device; the real job under torchrun."""
@@ -224,7 +225,11 @@ def _context(run: Run) -> Iterator[PlanError]:
         return
     if r.dropout:
         yield PlanError("recipe.dropout", r.dropout, f"execute has no dropout in {p.cp_kind} attention.", "Use dropout = 0, or cp_kind = ulysses.")
-    on_gpu = run.cluster.accelerator.kernel_table == "cuda"
+    acc, head_dim = run.cluster.accelerator, run.model.head_dim
+    on_gpu = acc.kernel_table == "cuda"
+    if on_gpu and (acc.architecture in BEFORE_AMPERE or head_dim % 8 or head_dim > 256):
+        yield PlanError("plan.cp_kind", p.cp_kind, "its flash kernel takes heads of a multiple of 8 up to 256, on Ampere or newer: not those of "
+                        f"{head_dim} on {acc.name}.", "Use cp_kind = ulysses.")
     if r.attention not in ("sdpa", "fa2") or on_gpu and r.precision.compute not in ("bf16", "fp16"):
         yield PlanError("recipe.attention", r.attention, f"{p.cp_kind} attention is performed with flash kernels, of 16-bit tensors on GPUs.",
                         "Use attention = sdpa and a bf16 precision, or cp_kind = ulysses.")
