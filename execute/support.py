@@ -308,6 +308,6 @@ def _split(run: Run) -> Iterator[PlanError]:
                         "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
-            (run.model.moe is not None, "model", run.model.name)):
+            (run.recipe.precision.compute == "fp8", "recipe.precision", run.recipe.precision.name), (run.model.moe is not None, "model", run.model.name)):
         if on:
             yield PlanError(field, value, "execute does not combine this with a backward in two passes yet.", "Use schedule = 1f1b or interleaved.")

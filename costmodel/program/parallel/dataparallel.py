@@ -55,6 +55,8 @@ class DataParallel(Strategy):
             yield PlanError("recipe.loss", r.loss, "DataParallel gathers logits, and GPU 0 computes the loss of all of them.", "Use loss = eager or bf16.")
         if self.run.model.moe is not None:
             yield PlanError("model", self.run.model.name, "a mixture of experts under DataParallel: not predicted yet.", "Use a dense model, or ddp.")
+        if r.precision.compute == "fp8":
+            yield PlanError("recipe.precision", r.precision.name, "fp8 arithmetic under DataParallel: not predicted yet.", "Use bf16-mixed, or ddp.")
         if r.compile:
             yield PlanError("recipe.compile", True, "compiled layers under DataParallel: not predicted yet.", "Use compile = false, or ddp.")
         if not r.zero_set_to_none:

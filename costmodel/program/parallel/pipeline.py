@@ -94,6 +94,7 @@ def _split_refusals(run: Run) -> Iterator[PlanError]:
                         "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value, what, fix in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero, "FSDP2", "Use schedule = zbv, or dp = 1."),
+            (r.precision.compute == "fp8", "recipe.precision", r.precision.name, "fp8 arithmetic", "Use bf16-mixed, or schedule = 1f1b or interleaved."),
             (run.model.moe is not None, "model", run.model.name, "a mixture of experts", "Use a dense model, or schedule = 1f1b or interleaved."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved.")):
         if on:
