@@ -1,69 +1,91 @@
 """The memory reading of a program: what is live, when it is most, and what that is made of."""
 
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import NamedTuple
 
-from costmodel.program.ir import Block, Part, RankProgram, Tensor, expand, fold
+from costmodel.program.ir import Block, Op, Part, RankProgram, Tensor, expand, fold
 from costmodel.report import CATEGORIES, Peak
 
-INDEX = {category: i for i, category in enumerate(CATEGORIES)}
+ACTIVATIONS = "activations"
+PACKED = sorted(CATEGORIES, key=("temporaries", ACTIVATIONS, "gradients", "communication", *CATEGORIES).index)
+"""Categories in one integer, 64 bits each, those that change most lowest: adding two such integers adds every category."""
+LANE = {category: 64 * i for i, category in enumerate(PACKED)}
+EMPTY = 1 << 62
+OFFSET = sum(EMPTY << lane for lane in LANE.values())
+"""Added to a sum, it makes every lane positive, so that lanes can be told apart."""
+LANES = struct.Struct(f"<{len(PACKED)}Q")
 POOLS = ("", "gather", "reduce")
 POOL_INDEX = {pool: i for i, pool in enumerate(POOLS)}
-ACTIVATIONS = INDEX["activations"]
-WIDTH = len(CATEGORIES)
+Pools = tuple[int, ...]
+
+
+def by_category(packed: int) -> dict[str, int]:
+    """Bytes per category of a packed sum, zeros left out."""
+    lanes = dict(zip(PACKED, LANES.unpack((packed + OFFSET).to_bytes(LANES.size, "little")), strict=True))
+    return {category: lanes[category] - EMPTY for category in CATEGORIES if lanes[category] != EMPTY}
 
 
 class Reading(NamedTuple):
-    """Memory of a piece of program, relative to its start; a monoid under `join`."""
+    """Memory of a piece of program, relative to its start; a monoid under `chain`."""
 
-    net: tuple[int, ...]
-    """Bytes per category at the end."""
+    net: int
+    """Bytes per category at the end, packed."""
     total: int
     peak: int
     """Highest total inside, at least 0 (the start)."""
-    at_peak: tuple[int, ...]
+    at_peak: int
+    """Bytes per category then, packed."""
     moment: str
+    held: int
+    """Activations at the end."""
     activations: int
     """Highest activations inside, at least 0."""
-    pools: tuple[int, ...]
+    pools: tuple[Pools, Pools] | None
+    """Bytes per allocator pool at the end, and the highest of each; None where only the compute stream's is used."""
+
+
+NOTHING = Reading(0, 0, 0, 0, "", 0, 0, None)
+
+
+def pools_of(r: Reading) -> tuple[Pools, Pools]:
     """Bytes per allocator pool at the end, and the highest of each."""
-    pool_peaks: tuple[int, ...]
-
-
-ZERO = Reading((0,) * WIDTH, 0, 0, (0,) * WIDTH, "", 0, (0,) * len(POOLS), (0,) * len(POOLS))
+    return r.pools or ((r.total, 0, 0), (r.peak, 0, 0))
 
 
 def read_block(block: Block) -> Reading:
     """One pass over the ops: allocations count before an op runs, releases after it."""
-    net = [0] * WIDTH
-    total = peak = top = 0
+    net = at_peak = total = peak = held = top = 0
     moment, aside = "", False
-    at_peak: tuple[int, ...] | None = None
     for op in block.ops:
         allocs, frees = op.allocs, op.frees
         if allocs:
             for _, category, nbytes, pool in allocs:
-                net[INDEX[category]] += nbytes
+                net += nbytes << LANE[category]
                 total += nbytes
+                if category == ACTIVATIONS:
+                    held += nbytes
                 if pool:
                     aside = True
             if total > peak:
-                peak, moment, at_peak = total, op.name, tuple(net)
-            if net[ACTIVATIONS] > top:
-                top = net[ACTIVATIONS]
-        if frees:
-            for _, category, nbytes, pool in frees:
-                net[INDEX[category]] -= nbytes
-                total -= nbytes
-                if pool:
-                    aside = True
+                peak, moment, at_peak = total, op.name, net
+            if held > top:
+                top = held
+        for _, category, nbytes, pool in frees:
+            net -= nbytes << LANE[category]
+            total -= nbytes
+            if category == ACTIVATIONS:
+                held -= nbytes
+            if pool:
+                aside = True
     words = f"{block.phase} of {block.name}: {moment}" if moment else ""
-    pools, pool_peaks = _read_pools(block) if aside else ((total, 0, 0), (peak, 0, 0))
-    return Reading(tuple(net), total, peak, at_peak or (0,) * WIDTH, words, top, pools, pool_peaks)
+    return Reading(net, total, peak, at_peak, words, held, top, _read_pools(block) if aside else None)
 
 
-def _read_pools(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _read_pools(block: Block) -> tuple[Pools, Pools]:
     """Bytes per allocator pool at the end, and the highest of each, where a block uses more than the compute stream's."""
     pools, peaks = [0] * len(POOLS), [0] * len(POOLS)
     for op in block.ops:
@@ -76,47 +98,43 @@ def _read_pools(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(pools), tuple(peaks)
 
 
-def join(a: Reading, b: Reading) -> Reading:
-    """a, then b."""
-    if a is ZERO:
-        return b
-    later = a.total + b.peak
-    if later > a.peak:
-        peak, moment = later, b.moment
-        at_peak = tuple(map(add, a.net, b.at_peak))
-    else:
-        peak, moment, at_peak = a.peak, a.moment, a.at_peak
-    top, here = a.activations, a.net[ACTIVATIONS] + b.activations
-    return Reading(tuple(map(add, a.net, b.net)), a.total + b.total, peak, at_peak, moment, top if top > here else here,
-                   tuple(map(add, a.pools, b.pools)), tuple(map(max, a.pool_peaks, map(add, a.pools, b.pool_peaks))))
+def chain(start: Reading, parts: Iterable[tuple[Reading, int]]) -> Reading:
+    """`start`, then each part so often; of a part that leaves something behind, the last repeat is as high as any."""
+    net, total, peak, at_peak, moment, held, top, pools = start
+    for part, n in parts:
+        net_1, total_1, peak_1, at_peak_1, moment_1, held_1, top_1, pools_1 = part
+        if pools is not None or pools_1 is not None:
+            pools = _chain_pools(pools or ((total, 0, 0), (peak, 0, 0)), pools_of(part), n)
+        if total + peak_1 > peak:
+            peak, at_peak, moment = total + peak_1, net + at_peak_1, moment_1
+        if held + top_1 > top:
+            top = held + top_1
+        if n > 1:
+            more = n - 1
+            net, total, held = net + more * net_1, total + more * total_1, held + more * held_1
+            if total + peak_1 > peak:
+                peak, at_peak, moment = total + peak_1, net + at_peak_1, moment_1
+            if held + top_1 > top:
+                top = held + top_1
+        net, total, held = net + net_1, total + total_1, held + held_1
+    return Reading(net, total, peak, at_peak, moment, held, top, pools)
 
 
-def repeat(a: Reading, n: int) -> Reading:
-    """a, n times: the peak is in the last repeat where a leaves something behind, else in the first."""
-    if not any(a.net) and not any(a.pools):
-        return a
-    before = Reading(tuple([x * (n - 1) for x in a.net]), a.total * (n - 1), 0, (0,) * WIDTH, "", 0,
-                     tuple([x * (n - 1) for x in a.pools]), (0,) * len(POOLS))
-    end = join(before, a)
-    first = a.peak >= end.peak
-    return Reading(end.net, end.total, max(a.peak, end.peak), a.at_peak if first else end.at_peak, a.moment, max(a.activations, end.activations),
-                   end.pools, tuple([max(p, q) for p, q in zip(a.pool_peaks, end.pool_peaks, strict=True)]))
+def _chain_pools(a: tuple[Pools, Pools], b: tuple[Pools, Pools], n: int) -> tuple[Pools, Pools]:
+    (live, highest), (more, above) = a, b
+    first, last = map(add, live, above), [x + (n - 1) * y + z for x, y, z in zip(live, more, above, strict=True)]
+    return tuple([x + n * y for x, y in zip(live, more, strict=True)]), tuple(map(max, highest, first, last))
 
 
 def read(part: Part, memo: dict[int, Reading]) -> Reading:
     """The reading of a piece of program; `memo` holds what has been read before, of this program."""
     known = memo.get(id(part))
-    return fold(part, read_block, join, repeat, ZERO, memo) if known is None else known
+    return fold(part, read_block, partial(chain, NOTHING), memo) if known is None else known
 
 
 def of_tensors(tensors: tuple[Tensor, ...]) -> Reading:
     """Tensors that are simply there."""
-    net, pools = [0] * WIDTH, [0] * len(POOLS)
-    for t in tensors:
-        net[INDEX[t.category]] += t.nbytes
-        pools[POOL_INDEX[t.pool]] += t.nbytes
-    total = sum(net)
-    return Reading(tuple(net), total, total, tuple(net), "at rest", net[ACTIVATIONS], tuple(pools), tuple(pools))
+    return read_block(Block("", "", (Op("at rest", "host", kernels=0, allocs=tensors),)))._replace(moment="at rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,24 +148,24 @@ class MemoryReading:
     pool_peaks: tuple[int, ...]
 
 
-def _peak(r: Reading) -> Peak:
-    return Peak(r.peak, r.moment, {c: n for c, n in zip(CATEGORIES, r.at_peak, strict=True) if n})
+def _at_rest(r: Reading, moment: str) -> Reading:
+    """What is live when a piece of program ends, as the start of what follows."""
+    pools = (r.pools[0], r.pools[0]) if r.pools else None
+    return Reading(r.net, r.total, r.total, r.net, moment, r.held, r.held, pools)
 
 
 def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Reading, Reading, Reading]:
     """(whole, passes, update): readings of a step that begins at `start`; update is its last block."""
     assert not isinstance(step, Block)
-    base = Reading(start.net, start.total, start.total, start.net, "at rest", start.net[ACTIVATIONS], start.pools, start.pools)
-    passes = base
-    for child, n in step.parts[:-1]:
-        one = read(child, memo)
-        passes = join(passes, one if n == 1 else repeat(one, n))
-    here = Reading(passes.net, passes.total, passes.total, passes.net, "before the update", passes.net[ACTIVATIONS], passes.pools, passes.pools)
-    last, _ = step.parts[-1]
-    update = join(here, read(last, memo))
+    *before, (last, _) = step.parts
+    passes = chain(_at_rest(start, "at rest"), [(read(child, memo), n) for child, n in before])
+    update = chain(_at_rest(passes, "before the update"), [(read(last, memo), 1)])
     higher = update if update.peak > passes.peak else passes
-    whole = Reading(update.net, update.total, higher.peak, higher.at_peak, higher.moment, max(passes.activations, update.activations), update.pools,
-                    tuple(map(max, passes.pool_peaks, update.pool_peaks)))
+    pools = None
+    if passes.pools or update.pools:
+        end, highest = pools_of(update)
+        pools = end, tuple(map(max, pools_of(passes)[1], highest))
+    whole = Reading(update.net, update.total, higher.peak, higher.at_peak, higher.moment, update.held, max(passes.activations, update.activations), pools)
     return whole, passes, update
 
 
@@ -158,14 +176,13 @@ def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> M
     with what the first left (gradients, optimizer state).
     """
     memo = {} if memo is None else memo
-    init = of_tensors(program.persistent)
+    init = memo.get(id(program.persistent)) or memo.setdefault(id(program.persistent), of_tensors(program.persistent))
     first, _, _ = _phases(init, program.first_step, memo)
     steady, passes, update = _phases(first, program.step, memo)
-    whole = max((init, first, steady), key=lambda r: r.peak)
-    pools = tuple([max(p) for p in zip(first.pool_peaks, steady.pool_peaks, strict=True)])
-    phases = {"init": _peak(init), "first step": _peak(first), "steady step": _peak(passes), "optimizer step": _peak(update)}
-    states = {c: n for c, n in zip(CATEGORIES, steady.net, strict=True) if n}
-    return MemoryReading(_peak(whole), phases, states, max(first.activations, steady.activations), pools)
+    peaks = [Peak(r.peak, r.moment, by_category(r.at_peak)) for r in (init, first, passes, update)]
+    pools = tuple(map(max, pools_of(first)[1], pools_of(steady)[1]))
+    phases = dict(zip(("init", "first step", "steady step", "optimizer step"), peaks, strict=True))
+    return MemoryReading(max(peaks, key=lambda p: p.total_bytes), phases, by_category(steady.net), max(first.activations, steady.activations), pools)
 
 
 MOST_BLOCKS = 50_000

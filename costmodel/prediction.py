@@ -2,9 +2,9 @@
 
 from costmodel import memory as reading
 from costmodel.catalog.profiles import Profile, load_profile
-from costmodel.cost.prices import RunPrices, priced_bytes
+from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, single_builder
-from costmodel.program.ir import BlockCounts, block_counts
+from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
 from costmodel.program.zerobubble import SPLIT
@@ -37,7 +37,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     steps = [rank.parts for rank in program.pipeline] if pipelined else [role.step for role in program.roles]
     counts = [block_counts(step, seen) for step in steps]
     if pipelined:
-        times = pipeline_times(run, program, prices, scan, seen)
+        times = pipeline_times(run, program, prices, scan, counts)
     else:
         times = [step_report(run, prices, scan, step_time(role.step, prices, scan=scan), count)
                  for role, count in zip(program.roles, counts, strict=True)]
@@ -121,17 +121,13 @@ def _verdict(needed: int, held: int, capacity: int) -> Verdict:
 
 def _collectives(counts: BlockCounts, prices: RunPrices, scan: Scan) -> tuple[Collective, ...]:
     """The collectives of a step, equal ones together."""
-    found: dict[tuple[str, str, str, int, int, int, int, str], int] = {}
+    found: dict[tuple[str, Comm], int] = {}
     for block, times in counts:
-        for c in scan.of(block).sent:
-            phase = "backward" if block.phase == "recompute" else block.phase
-            key = (phase, c.axis, c.kind, c.group, c.in_bytes, c.out_bytes, c.nbytes, c.dtype)
+        for comm in scan.of(block).sent:
+            key = ("backward" if block.phase == "recompute" else block.phase, comm)
             found[key] = found.get(key, 0) + times
-    out: list[Collective] = []
-    for (phase, axis, kind, group, inside, outside, message, dtype), count in found.items():
-        seconds = prices.seconds_of(axis, kind, priced_bytes(kind, message, outside), group)
-        out.append(Collective(phase, axis, kind, group, count, inside, outside, message, dtype, count * seconds))
-    return tuple(out)
+    return tuple([Collective(phase, c.axis, c.kind, c.group, count, c.in_bytes, c.out_bytes, c.nbytes, c.dtype, count * prices.collective_s(c))
+                  for (phase, c), count in found.items()])
 
 
 def _scaling(run: Run, program: Program, scan: Scan, fixed: float, step_s: float) -> Scaling:

@@ -7,6 +7,7 @@ steps; runs of kernels collapse into one, exactly: with launch times H and durat
 from c to max(c + ΣC, h + D), D the longest path that begins with a launch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,12 +16,16 @@ from costmodel.program.ir import Block, Comm, Op, Part
 COMPUTE_KINDS = ("matmul", "attention", "memory")
 SETTLED = 1e-9
 """Relative difference below which two successive repeats count as equal."""
+ROUNDING = 4e-15
+"""Relative difference of two sums that are the same but for rounding."""
 
 
 class Prices(Protocol):
     """Seconds of an op on its stream, and of its launches on the host."""
 
     def device_s(self, op: Op) -> float: ...
+
+    def memory_s(self, op: Op) -> float: ...
 
     def launch_s(self, phase: str) -> float: ...
 
@@ -62,16 +67,19 @@ class Clocks:
     """Seconds of the compute stream by phase."""
     comm: dict[str, float] = field(default_factory=dict)
 
-    def flat(self) -> list[float]:
-        """Everything that moves, in the order of `_advance`."""
-        events = self.events.values()
-        return [self.compute, self.host, *self.streams.values(), *self.busy_from.values(), *[t for t, _, _ in events], *[late for _, _, late in events],
-                self.contention, *self.waits.values(), *self.phases.values(), *self.comm.values()]
+    led: int = 0
+    """How often the host decided when something on another stream than compute began."""
+
+    def copy(self) -> "Clocks":
+        return Clocks(self.host, self.compute, dict(self.streams), dict(self.busy_from), dict(self.events), dict(self.waits), self.contention,
+                      dict(self.phases), dict(self.comm), self.led)
 
 
 Step = tuple[int, float, float, float, str, str, float]
 CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
 NEVER = (0.0, "", 0.0)
+IN_STEP = "tp"
+"""The axis whose collectives begin when compute reaches them, never ahead of it: when exactly its stream was last busy decides nothing."""
 CONTROL = {"wait": WAIT, "record": RECORD, "hold": HOLD, "sync": SYNC}
 
 
@@ -89,6 +97,8 @@ class Compiled:
     """Seconds the host spends issuing it."""
     sent: tuple[Comm, ...]
     """Its collectives."""
+    stretch: "Stretch | None" = None
+    """The whole block, where it touches no other stream but for collectives of tp that compute waits for at once."""
 
 
 def compile_block(block: Block, prices: Prices) -> Compiled:
@@ -96,54 +106,71 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     if prices.synchronous:
         return _compile_synchronous(block, prices)
     steps: list[Step] = []
-    host = device = longest = 0.0
     phase = block.phase
-    launch, price = prices.launch_s(phase), prices.device_s
+    launch, memory_s = prices.launch_s(phase), prices.memory_s
+    sent: list[Comm] = []
     busy: dict[str, float] = {}
     flops: dict[str, float] = {}
-    sent: list[Comm] = []
-    total = 0.0
+    host = device = longest = before = moved = 0.0
     for op in block.ops:
         kind, kernels = op.kind, op.kernels
-        if kind in COMPUTE_KINDS:
-            if kernels == 0 and op.nbytes == 0.0 and op.flops == 0.0:
+        if kind == "memory":
+            if not kernels and not op.nbytes and not op.flops:
                 continue
-            seconds = price(op)
-            name = "recompute" if op.again else kind
-            busy[name] = busy.get(name, 0.0) + seconds
-            if name != "memory" and name != "recompute":
-                flops[name] = flops.get(name, 0.0) + op.flops
-            host += launch * kernels
-            device += seconds
-            longest += seconds
-            if host + seconds > longest:
-                longest = host + seconds
+            seconds = memory_s(op)
+            if not op.again:
+                moved += seconds
+        elif kind == "matmul" or kind == "attention":
+            seconds = prices.device_s(op)
+            if not op.again:
+                busy[kind] = busy.get(kind, 0.0) + seconds
+                flops[kind] = flops.get(kind, 0.0) + op.flops
+        elif kind == "host" or kind == "call":
+            if kernels:
+                host += (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels
+                if host > longest:
+                    longest = host
             continue
-        if kind == "host" or kind == "call":
-            host += (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels
-            if host > longest:
-                longest = host
-            continue
-        if host or device:
-            steps.append((CHUNK, host, device, longest, "", "", 0.0))
-            host = device = longest = 0.0
-        detached = 1.0 if op.detached else 0.0
-        if kind == "collective":
-            assert op.comm is not None
-            sent.append(op.comm)
-            steps.append((ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached))
-        elif kind == "route":
-            stalled = prices.route_s(kernels)
-            steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
-        elif kind in ("side", "copy"):
-            steps.append((SIDE, launch * kernels, price(op), 0.0, op.axis or "copy", op.event, detached))
         else:
-            steps.append((CONTROL[kind], launch * kernels, 0.0, 0.0, op.axis, op.event, 0.0))
+            if host or device:
+                steps.append((CHUNK, host, device, longest, "", "", 0.0))
+                before += host
+                host = device = longest = 0.0
+            if kind == "route":
+                stalled = prices.route_s(kernels)
+                before += stalled
+                steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
+                continue
+            if op.comm is not None:
+                sent.append(op.comm)
+            other = _other_stream(op, launch, prices)
+            before += other[1]
+            steps.append(other)
+            continue
+        if op.again:
+            busy["recompute"] = busy.get("recompute", 0.0) + seconds
+        host += launch * kernels
+        device += seconds
+        longest = (host if host > longest else longest) + seconds
+    stretch: Stretch | None = Stretch(host, device, longest, phase)
+    if steps:
+        stretch = _stretch([*steps, (CHUNK, host, device, longest, "", "", 0.0)], phase)
     if host or device:
         steps.append((CHUNK, host, device, longest, "", "", 0.0))
-    for step in steps:
-        total += step[1]
-    return Compiled(tuple(steps), phase, busy, flops, total, tuple(sent))
+    if moved:
+        busy["memory"] = moved
+    return Compiled(tuple(steps), phase, busy, flops, before + host, tuple(sent), stretch)
+
+
+def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
+    """The step of an op that touches another stream than host and compute."""
+    kind, detached = op.kind, 1.0 if op.detached else 0.0
+    if kind == "collective":
+        assert op.comm is not None
+        return ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached
+    if kind in ("side", "copy"):
+        return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis or "copy", op.event, detached
+    return CONTROL[kind], launch * op.kernels, 0.0, 0.0, op.axis, op.event, 0.0
 
 
 def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
@@ -195,7 +222,7 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             steps.append((CONTROL[kind], 0.0, 0.0, 0.0, op.axis, op.event, 0.0))
     if chunk:
         steps.append((CHUNK, 0.0, chunk, chunk, "", "", 0.0))
-    return Compiled(tuple(steps), block.phase, busy, flops, host, tuple(sent))
+    return Compiled(tuple(steps), block.phase, busy, flops, host, tuple(sent), _stretch(steps, block.phase))
 
 
 def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
@@ -243,6 +270,8 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             if not detached and compute > start:
                 start = compute
                 late = 0.0
+            if late:
+                c.led += 1
             end = start + device
             if start > free or axis not in busy:
                 busy[axis] = start
@@ -268,6 +297,8 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             start = host if host > free else free
             if not detached and compute > start:
                 start = compute
+            if start == host:
+                c.led += 1
             if start > free or axis not in busy:
                 busy[axis] = start
             streams[axis] = start + device
@@ -280,59 +311,61 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
     c.phases[phase] = c.phases.get(phase, 0.0) + compute - begin
 
 
-class Linear(NamedTuple):
-    """A part that touches host and compute stream alone, as a matrix over (max, +).
+class Stretch(NamedTuple):
+    """Kernels and host work in a row, and collectives that compute waits for at once: host becomes host + `host`, compute becomes
+    max(compute + `device`, host + `longest`)."""
 
-    host becomes max(host + hh, compute + hc), compute becomes max(host + ch, compute + cc).
-    """
-
-    hh: float
-    hc: float
-    ch: float
-    cc: float
+    host: float
     device: float
-    """Seconds of its kernels."""
+    """Seconds of its kernels and collectives."""
+    longest: float
+    """The longest path that begins with a launch."""
     phase: str
     """The one phase of its blocks; empty where there are several."""
+    comm: tuple[tuple[str, float], ...] = ()
+    """Seconds of its collectives by axis."""
 
-    def then(self, b: "Linear") -> "Linear":
-        """This part and then another."""
-        return Linear(max(b.hh + self.hh, b.hc + self.ch), max(b.hh + self.hc, b.hc + self.cc), max(b.ch + self.hh, b.cc + self.ch),
-                      max(b.ch + self.hc, b.cc + self.cc), self.device + b.device, self.phase if self.phase == b.phase else "")
+    def then(self, b: "Stretch") -> "Stretch":
+        """This one and then another."""
+        after, through = self.longest + b.device, self.host + b.longest
+        comm = self.comm or b.comm
+        if self.comm and b.comm:
+            comm = tuple((axis, sum(s for a, s in (*self.comm, *b.comm) if a == axis)) for axis in dict([*self.comm, *b.comm]))
+        return Stretch(self.host + b.host, self.device + b.device, after if after > through else through, self.phase if self.phase == b.phase else "", comm)
 
-    def times(self, n: int) -> "Linear":
-        """This part `n` times, n at least 1."""
-        if n == 1:
-            return self
-        half = self.times(n // 2)
-        both = half.then(half)
-        return both.then(self) if n % 2 else both
+    def times(self, n: int) -> "Stretch":
+        """This one `n` times, n at least 1: a path that begins with a launch passes through every later repeat on the host or on the device."""
+        host, device, longest, phase, comm = self
+        return Stretch(n * host, n * device, longest + (n - 1) * (host if host > device else device), phase, tuple([(a, n * s) for a, s in comm]))
 
     def run(self, c: Clocks) -> None:
-        """Advance the clocks; they must not be busy with a stream that slows the kernels down."""
+        """Advance the clocks; they must not be busy with a stream that slows the kernels down or that its collectives have to wait for."""
         begin = c.compute
-        c.host, c.compute = max(c.host + self.hh, begin + self.hc), max(c.host + self.ch, begin + self.cc)
-        waited = c.compute - (begin + self.device)
-        if waited > 0.0:
-            c.waits["host"] = c.waits.get("host", 0.0) + waited
-        c.phases[self.phase] = c.phases.get(self.phase, 0.0) + c.compute - begin
+        free, paced = begin + self.device, c.host + self.longest
+        c.host += self.host
+        if paced > free:
+            c.waits["host"] = c.waits.get("host", 0.0) + paced - free
+            free = paced
+        c.compute = free
+        c.phases[self.phase] = c.phases.get(self.phase, 0.0) + free - begin
+        for axis, seconds in self.comm:
+            for table in (c.waits, c.comm):
+                table[axis] = table.get(axis, 0.0) + seconds
+            c.streams[axis] = c.busy_from[axis] = free
 
 
-NO_PATH = float("-inf")
-
-
-def linear_block(block: Compiled) -> Linear | None:
-    """A block as a matrix, where it touches no other stream."""
-    whole = Linear(0.0, NO_PATH, NO_PATH, 0.0, 0.0, block.phase)
-    for code, launch, device, longest, *_ in block.steps:
+def _stretch(steps: Sequence[Step], phase: str) -> Stretch | None:
+    """The steps of a block as one stretch, where they are."""
+    whole: Stretch | None = None
+    for code, host, device, longest, axis, *_ in steps:
         if code == CHUNK:
-            step = Linear(launch, NO_PATH, longest, device, device, block.phase)
-        elif code == SYNC:
-            step = Linear(launch, 0.0, NO_PATH, 0.0, 0.0, block.phase)
+            one = Stretch(host, device, longest, phase)
+        elif code == BLOCKING and axis == IN_STEP:
+            one = Stretch(host, device, host + device, phase, ((axis, device),))
         else:
             return None
-        whole = whole.then(step)
-    return whole
+        whole = one if whole is None else whole.then(one)
+    return whole or Stretch(0.0, 0.0, 0.0, phase)
 
 
 class Scan:
@@ -343,45 +376,44 @@ class Scan:
         self.kappa = prices.contention
         self.compiled: dict[int, tuple[Block, Compiled]] = {}
         """By identity, with the block, so that no other takes its place."""
-        self.steady: dict[int, tuple[Part, list[float]]] = {}
-        """How one repeat of a part advances the clocks once they have settled."""
-        self.linears: dict[int, tuple[Part, Linear | None]] = {}
+        self.settled: dict[int, Advance] = {}
+        """How one repeat of a part advances the clocks once they have settled, by the part's identity."""
+        self.stretches: dict[int, tuple[Part, Stretch | None]] = {}
 
     def of(self, block: Block) -> Compiled:
         """The block as steps, compiled once."""
         block = block.timed
-        key = id(block)
-        known = self.compiled.get(key)
+        known = self.compiled.get(id(block))
         if known is None:
-            known = self.compiled[key] = (block, compile_block(block, self.prices))
+            known = self.compiled[id(block)] = (block, compile_block(block, self.prices))
         return known[1]
 
-    def linear(self, part: Part) -> Linear | None:
-        """The part as a matrix, where it touches host and compute stream alone."""
-        key = id(part)
-        known = self.linears.get(key)
+    def stretch(self, part: Part) -> Stretch | None:
+        """The part as one stretch, where it is one."""
+        if isinstance(part, Block):
+            return self.of(part).stretch
+        known = self.stretches.get(id(part))
         if known is not None:
             return known[1]
-        whole: Linear | None = None
-        if isinstance(part, Block):
-            whole = linear_block(self.of(part))
-        else:
-            for child, n in part.parts:
-                step = self.linear(child)
-                if step is None:
-                    whole = None
-                    break
-                step = step.times(n)
-                whole = step if whole is None else whole.then(step)
-        self.linears[key] = part, whole
+        whole: Stretch | None = None
+        for child, n in part.parts:
+            one = self.stretch(child)
+            if one is None:
+                whole = None
+                break
+            if n > 1:
+                one = one.times(n)
+            whole = one if whole is None else whole.then(one)
+        self.stretches[id(part)] = part, whole
         return whole
 
     def run(self, part: Part, clocks: Clocks, times: int = 1) -> None:
         """Advance the clocks over `part`, `times` times."""
         if times > 1 or not isinstance(part, Block):
-            linear = self.linear(part)
-            if linear is not None and linear.phase and (not self.kappa or all(end <= clocks.compute for end in clocks.streams.values())):
-                linear.times(times).run(clocks)
+            stretch = self.stretch(part)
+            if stretch is not None and stretch.phase and (
+                    not (self.kappa or stretch.comm) or all(end <= clocks.compute for end in clocks.streams.values())):
+                (stretch if times == 1 else stretch.times(times)).run(clocks)
                 return
         if times > 1:
             self._repeat(part, clocks, times)
@@ -395,79 +427,157 @@ class Scan:
                     self.run(child, clocks, n)
 
     def _repeat(self, part: Part, clocks: Clocks, times: int) -> None:
-        """Repeats (layers, micro-batches): when two successive ones advance every clock alike, or one advances them as the part was
-        seen to when it had settled, the next do too, as long as no stream overtakes another."""
-        before = clocks.flat()
-        step: list[float] | None = None
-        settled = self.steady.get(id(part), (part, None))[1]
-        left = times
-        while left:
+        """Repeats (layers, micro-batches), run until they are seen to go on alike; the others are not run."""
+        known = self.settled.get(id(part))
+        if known is not None:
             self.run(part, clocks)
-            left -= 1
-            if not left:
-                break
-            after = clocks.flat()
-            new: list[float] | None = None
-            if len(after) == len(before):
-                new = [b - a for a, b in zip(before, after, strict=True)]
-                if settled is not None and _same(settled, new) or step is not None and _same(step, new):
-                    skip = min(left, _headroom(clocks, new))
-                    if skip > 0:
-                        settled = new
-                        self.steady[id(part)] = (part, new)
-                        _advance(clocks, new, skip)
-                        left -= skip
-                        after = clocks.flat()
-            step, before = new, after
+            times -= 1
+            if times and known.begins_at(clocks):
+                known.advance(clocks, times)
+                return
+        last: Advance | None = None
+        while times:
+            before = clocks.copy()
+            self.run(part, clocks)
+            times -= 1
+            if not times:
+                return
+            new = Advance.between(part, before, clocks)
+            if new.uniform:
+                self.settled[id(part)] = new
+                new.advance(clocks, times)
+                return
+            skip = min(times, _headroom(clocks, new)) if last is not None and new.same(last) else 0
+            if skip > 0:
+                new.advance(clocks, skip)
+                times -= skip
+            last = new
 
 
-def _same(a: list[float], b: list[float]) -> bool:
-    if len(a) != len(b):
+class Advance(NamedTuple):
+    """What one repeat of a part did to the clocks: how much each moved, those that did not left out."""
+
+    part: Part
+    compute: float
+    host: float
+    contention: float
+    led: int
+    streams: dict[str, float]
+    busy_from: dict[str, float]
+    events: dict[str, float]
+    sums: tuple[dict[str, float], dict[str, float], dict[str, float]]
+    """Of waits, phases, comm."""
+    start: Clocks
+    """The clocks before it."""
+
+    @classmethod
+    def between(cls, part: Part, a: Clocks, b: Clocks) -> "Advance":
+        """From the clocks before and after a repeat."""
+        streams = _moved(a.streams, b.streams)
+        return cls(part, b.compute - a.compute, b.host - a.host, b.contention - a.contention, b.led - a.led, streams, _moved(a.busy_from, b.busy_from),
+                   {name: e[0] - a.events.get(name, NEVER)[0] for name, e in b.events.items() if e != a.events.get(name)},
+                   (_moved(a.waits, b.waits), _moved(a.phases, b.phases), _moved(a.comm, b.comm)),
+                   a)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all that moved, moved alike: from then on every repeat does. The host may fall behind where it decided nothing, and a
+        stream may have been busy since whenever, where that is past."""
+        a, gain, near = self.start, self.compute, _rounding(self.start)
+        if not -near <= gain - self.host <= near and (self.led or "host" in self.sums[0] or self.host > gain):
+            return False
+        for moved in (self.streams, self.events):
+            for g in moved.values():
+                if not -near <= g - gain <= near:
+                    return False
+        for name, begin in a.busy_from.items():
+            g = self.busy_from.get(name, 0.0)
+            if not -near <= g - gain <= near and (begin > a.compute or begin + g > a.compute):
+                return False
+        return all(not (end > a.compute and name not in self.streams) for name, end in a.streams.items())
+
+    def begins_at(self, c: Clocks) -> bool:
+        """Whether the clocks stand to one another as before this repeat, which was uniform."""
+        then, near = self.start, _rounding(c)
+        later = c.compute - then.compute
+        behind = later - (c.host - then.host)
+        if behind < -near or behind > near and (self.led or "host" in self.sums[0]):
+            return False
+        for name in self.streams:
+            if not -near <= c.streams[name] - then.streams[name] - later <= near:
+                return False
+            if (c.busy_from[name] > c.compute or then.busy_from[name] > then.compute) and not -near <= c.busy_from[name] - then.busy_from[name] - later <= near:
+                return False
+        for name in self.events:
+            if not -near <= c.events[name][0] - then.events[name][0] - later <= near:
+                return False
+        return all(name in self.streams or end <= c.compute for name, end in c.streams.items())
+
+    def same(self, other: "Advance") -> bool:
+        """Whether two successive repeats moved the same clocks as much."""
+        return (_same({"": self.compute, "host": self.host, "contention": self.contention}, {"": other.compute, "host": other.host,
+                      "contention": other.contention}) and _same(self.streams, other.streams) and _same(self.busy_from, other.busy_from)
+                and _same(self.events, other.events) and all(map(_same, self.sums, other.sums)))
+
+    def advance(self, c: Clocks, times: int) -> None:
+        """Repeat it without running it."""
+        c.compute += times * self.compute
+        c.host += times * self.host
+        c.contention += times * self.contention
+        for table, moved in zip((c.streams, c.busy_from, c.waits, c.phases, c.comm), (self.streams, self.busy_from, *self.sums), strict=True):
+            for name, gain in moved.items():
+                table[name] += times * gain
+        for name, gain in self.events.items():
+            when, by, late = c.events[name]
+            c.events[name] = when + times * gain, by, late and late + times * gain
+
+
+def _moved(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {name: end - a.get(name, 0.0) for name, end in b.items() if end != a.get(name)}
+
+
+def _rounding(c: Clocks) -> float:
+    """Seconds by which clocks that are the same may differ."""
+    return ROUNDING * (c.compute + c.host) + 1e-15
+
+
+def _same(a: dict[str, float], b: dict[str, float]) -> bool:
+    if a.keys() != b.keys():
         return False
-    return all(x == y or abs(x - y) <= SETTLED * (abs(x) + abs(y)) + 1e-15 for x, y in zip(a, b, strict=True))
+    for name, x in a.items():
+        y = b[name]
+        if x != y and abs(x - y) > SETTLED * (abs(x) + abs(y)) + 1e-15:
+            return False
+    return True
 
 
-def _headroom(clocks: Clocks, step: list[float]) -> int:
+def _headroom(clocks: Clocks, step: Advance) -> int:
     """Repeats of an advance before one stream overtakes another (and so another wait decides), less a margin of two.
 
     Inside a repeat a stream may be ahead of where it ends by as much as it advances, so that much distance does not count; and
-    two that part but are not further apart yet may have met in the last repeat.
+    two that part but are not further apart yet may have met in the last repeat. A stream that did not move, and is behind, decides nothing.
     """
-    values = [clocks.compute, clocks.host, *clocks.streams.values()]
+    pairs = [(clocks.compute, step.compute), (clocks.host, step.host)]
+    pairs += [(end, step.streams.get(name, 0.0)) for name, end in clocks.streams.items() if name in step.streams or end > clocks.compute - step.compute]
     least = 1e18
-    for i, (value, gain) in enumerate(zip(values, step, strict=False)):
-        for other, other_gain in zip(values[:i], step[:i], strict=True):
-            closing, apart = (gain - other_gain) if value < other else (other_gain - gain), abs(value - other) - max(gain, other_gain)
-            drift = SETTLED * (abs(gain) + abs(other_gain))
+    for i, (value, gain) in enumerate(pairs):
+        for other, other_gain in pairs[:i]:
+            closing = gain - other_gain if value < other else other_gain - gain
+            drift = SETTLED * (gain + other_gain)
+            if -drift <= closing <= drift:
+                continue
+            apart = abs(value - other) - (gain if gain > other_gain else other_gain)
             if closing > drift:
                 least = min(least, apart / closing)
-            elif closing < -drift and apart < 0.0:
+            elif apart < 0.0:
                 return 0
     return int(least) - 2 if least < 1e17 else 1 << 60
 
 
-def _advance(clocks: Clocks, step: list[float], times: int) -> None:
-    """Repeat an advance without running it."""
-    values = iter([s * times for s in step])
-    clocks.compute += next(values)
-    clocks.host += next(values)
-    for name in clocks.streams:
-        clocks.streams[name] += next(values)
-    for name in clocks.busy_from:
-        clocks.busy_from[name] += next(values)
-    moved_events = [next(values) for _ in clocks.events]
-    for (name, (when, by, late)), moved in zip(list(clocks.events.items()), moved_events, strict=True):
-        clocks.events[name] = (when + moved, by, late + next(values))
-    clocks.contention += next(values)
-    for table in (clocks.waits, clocks.phases, clocks.comm):
-        for name in table:
-            table[name] += next(values)
-
-
 def seconds(step: Part, scan: Scan) -> float:
     """Seconds of one step that begins with idle streams."""
-    linear = scan.linear(step)
-    return step_time(step, scan.prices, scan=scan).compute if linear is None else max(linear.ch, linear.cc)
+    stretch = scan.stretch(step)
+    return step_time(step, scan.prices, scan=scan).compute if stretch is None else max(stretch.device, stretch.longest)
 
 
 def step_time(program_step: Part, prices: Prices, *, scan: Scan | None = None, drain: bool = True) -> Clocks:

@@ -76,7 +76,7 @@ class Timeline:
 
     def slices(self, span: Span, *, ops: bool = False) -> list[Slice]:
         """What the streams do in a span, in order of issue: compute and host by unit, or by op; collectives and waits one by one."""
-        clocks, out = _copy(span.clocks), []
+        clocks, out = span.clocks.copy(), []
         for name, blocks in _units(span.part, self.first_layers.get(span.stage, 0)):
             before = clocks.compute, clocks.host
             inside = [s for block in blocks for s in _block_slices(clocks, block, self.scan)]
@@ -119,7 +119,7 @@ def _walk(step: Seq, micro_batches: int, clocks: Clocks, scan: Scan) -> Iterator
             if isinstance(part, Seq) and micro < micro_batches and len(part.parts) == 2 and _phase(part) == "forward":
                 halves = [child for child, _ in part.parts]
             for half in halves:
-                phase, before, start = _phase(half), _copy(clocks), clocks.compute
+                phase, before, start = _phase(half), clocks.copy(), clocks.compute
                 scan.run(half, clocks)
                 of_one = len(halves) == 2
                 yield Span(f"{phase} {micro}" if of_one else phase, phase, start, clocks.compute, 0, micro if of_one else -1, half, before)
@@ -137,7 +137,7 @@ def _pipeline(run: Run, ranks: tuple[PipelineRank, ...], prices: RunPrices, scan
             seconds[id(part)] = clocks.compute, tail_of(clocks)[0]
         return seconds[id(part)]
 
-    end, mine = finished(run, ranks, prices, priced), ranks[role]
+    end, mine = finished(run, ranks, prices, priced, every=True), ranks[role]
     ahead = priced(role, mine.before)[0]
     spans = [Span("begin", _phase(mine.before), 0.0, ahead, -1, -1, mine.before, Clocks())]
     for kind, stage, micro in rank_order(p.schedule, p.pp, p.virtual_stages, m, role):
@@ -321,7 +321,3 @@ def _with_exposure(slices: list[Slice]) -> list[Slice]:
 
 def _moved(s: Slice, by: float) -> Slice:
     return replace(s, start_s=s.start_s + by, end_s=s.end_s + by) if by else s
-
-
-def _copy(c: Clocks) -> Clocks:
-    return Clocks(c.host, c.compute, dict(c.streams), dict(c.busy_from), dict(c.events), dict(c.waits), c.contention, dict(c.phases), dict(c.comm))

@@ -213,6 +213,8 @@ def _context(run: Run) -> Iterator[PlanError]:
     p, r = run.plan, run.recipe
     if p.cp == 1:
         return
+    if p.framework == "deepspeed":
+        yield PlanError("plan.cp", p.cp, "execute does not share sequences under DeepSpeed.", "Use cp = 1, or framework = pytorch.")
     if r.compile:
         yield PlanError("recipe.compile", True, "execute does not compile under context parallelism.", "Use compile = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops == ("op",):

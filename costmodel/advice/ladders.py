@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 from costmodel.program.layers import resolved_attention
 from costmodel.spec import Run
 
-DEGREES = ("tp", "pp")
+DEGREES = ("tp", "cp", "pp")
 """Ladders that spread the model."""
+SHORTEST_PART = 8192
+"""Tokens of a sequence that a rank of a cp group has at least in what is proposed."""
 MOST_SEQUENCES = 1 << 16
 """No device holds more of them in one micro-batch, so none larger is tried."""
 
@@ -26,7 +28,7 @@ class Change(NamedTuple):
 
 def savings(run: Run) -> Iterator[Change]:
     """Changes that may save memory, the mildest of each ladder first."""
-    for make in (_sharding, _checkpointing, _smaller_batch, _kernels, _losses, _numbers, _tensor_parallel, _pipelines):
+    for make in (_sharding, _checkpointing, _smaller_batch, _kernels, _losses, _numbers, _tensor_parallel, _shared_sequences, _pipelines):
         yield from make(run)
 
 
@@ -115,6 +117,15 @@ def _tensor_parallel(run: Run) -> Iterator[Change]:
         yield Change("tp", f"tensor and sequence parallelism over {tp}" + (" with FSDP2" if stage else ""),
                      {"plan.tp": tp, "plan.sequence_parallel": True, **stage})
         tp *= 2
+
+
+def _shared_sequences(run: Run) -> Iterator[Change]:
+    """Of sequences so long that a rank's part keeps its kernels busy."""
+    p = run.plan
+    cp = 2 * p.cp
+    while cp * p.tp * p.pp <= run.cluster.gpus and run.recipe.seq_len // cp >= SHORTEST_PART:
+        yield Change("cp", f"context parallelism over {cp}: the ranks share each sequence", {"plan.cp": cp})
+        cp *= 2
 
 
 def _pipelines(run: Run) -> Iterator[Change]:

@@ -5,7 +5,7 @@ are shares of the data sheet taken from a Profile, sustained in training: a GPU 
 less power, and is up to 1.3 times faster. Host time (launches, dispatch) is not here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodel.catalog.profiles import Profile
 from costmodel.program.ir import Op
@@ -168,6 +168,15 @@ def compute_costs(accelerator: Accelerator, profile: Profile, recipe: Recipe) ->
         pad_to=int(profile.value("attention.pad_to")),
         q_tile=int(profile.value("attention.q_tile")),
     )
+
+
+def slowed(costs: ComputeCosts, factor: float) -> ComputeCosts:
+    """A device whose kernels take `factor` times as long; its copies do not."""
+    return replace(
+        costs, flops_per_s={dtype: rate / factor for dtype, rate in costs.flops_per_s.items()}, memory_bytes_per_s=costs.memory_bytes_per_s / factor,
+        matmul_fixed_s=costs.matmul_fixed_s * factor, memory_fixed_s=costs.memory_fixed_s * factor, attention_fixed_s=costs.attention_fixed_s * factor,
+        attention={name: AttentionRate({dtype: r / factor for dtype, r in rate.flops_per_s.items()}, rate.head_half)
+                   for name, rate in costs.attention.items()})
 
 
 def op_s(op: Op, costs: ComputeCosts) -> float:

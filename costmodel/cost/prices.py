@@ -1,7 +1,7 @@
 """Prices of a run: every op's seconds on its stream and on the host, from the profile's constants."""
 
 from costmodel.catalog.profiles import Profile
-from costmodel.cost.compute import ComputeCosts, compute_costs
+from costmodel.cost.compute import ComputeCosts, compute_costs, slowed
 from costmodel.cost.network import Group, NetworkCosts, group_of, network_costs
 from costmodel.program.ir import Comm, Op
 from costmodel.spec import Run
@@ -44,14 +44,18 @@ def priced_bytes(kind: str, message: int, out_bytes: int) -> int:
     return max(message, out_bytes) if kind == "all-to-all" else message
 
 
+_WORK = slice(Op._fields.index("kind"), Op._fields.index("kernels") + 1)
+"""The fields of an op that its price on a device follows from; of attention also the kernel in its name, one in a run."""
+
+
 class RunPrices:
-    """Seconds of the ops of one run; an op is priced once."""
+    """Seconds of the ops of one run."""
 
     def __init__(self, run: Run, profile: Profile, slower: float = 1.0) -> None:
-        self.slower = slower
-        """Of a rank whose kernels take longer than the others'."""
         self.synchronous = run.cluster.accelerator.kernel_table == "cpu"
-        self.compute: ComputeCosts = compute_costs(run.cluster.accelerator, profile, run.recipe)
+        costs = compute_costs(run.cluster.accelerator, profile, run.recipe)
+        self.compute: ComputeCosts = slowed(costs, slower) if slower > 1.0 else costs
+        """`slower`: of a rank whose kernels take longer than the others'."""
         self.network: NetworkCosts = network_costs(run.cluster, profile)
         self.groups = axis_groups(run)
         multiplier = profile.value("host.multiplier")
@@ -84,16 +88,18 @@ class RunPrices:
         """Host seconds of one pass of a layer's token dispatcher: for itself, and for each local expert; the constants are of both passes."""
         self.fixed = profile.value("step.fixed_s")
         self.jitter = profile.value("jitter.per_doubling")
-        self._device: dict[int, tuple[Op, float]] = {}
+        self.memory_s = self.compute.memory_s
+        """Seconds of a memory-bound op."""
+        self._device: dict[object, float] = {}
         self._comm: dict[tuple[str, str, int, int], float] = {}
 
     def device_s(self, op: Op) -> float:
-        if op.kind == "memory":
-            return self.slower * self.compute.memory_s(op)
-        known = self._device.get(id(op))
+        """Seconds of an op on its stream; ops that do the same to the same shapes are priced once."""
+        work = op[_WORK]
+        known = self._device.get(work)
         if known is None:
-            known = self._device[id(op)] = (op, self.compute.op_s(op) * (1.0 if op.kind == "copy" else self.slower))
-        return known[1]
+            known = self._device[work] = self.compute.op_s(op)
+        return known
 
     def launch_s(self, phase: str) -> float:
         """Host seconds of one kernel launch in a phase."""

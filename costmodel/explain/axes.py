@@ -15,9 +15,9 @@ from costmodel.program.layers import batch_tensors
 from costmodel.report import MemoryReport, TimeReport
 from costmodel.spec import Run
 
-Placement = Literal["divided", "sharded", "partly divided", "copied", "at the ends"]
+Placement = Literal["divided", "sharded", "partly divided", "copied", "at the ends", "on GPU 0"]
 """divided: a rank only ever needs its own part; sharded: stored in pieces, brought together to be used; copied: whole on each; at the ends:
-a pipeline's first stage has the tokens, its last the targets."""
+a pipeline's first stage has the tokens, its last the targets; on GPU 0: DataParallel's other GPUs have none of it between micro-batches."""
 STATE = ("parameters", "gradients", "master_weights", "optimizer")
 BATCH, ACTIVATIONS = "batch", "activations"
 
@@ -79,7 +79,8 @@ def placements(builder: Builder, mesh: Mesh) -> dict[str, dict[str, Placement]]:
             elif name == ACTIVATIONS:
                 of[axis] = "partly divided" if axis == "tp" and not p.sequence_parallel else "divided"
             elif data:
-                of[axis] = "sharded" if name in sharded and axis in shard_axes else "copied"
+                alone = p.single_process and name != "parameters"
+                of[axis] = "on GPU 0" if alone else "sharded" if name in sharded and axis in shard_axes else "copied"
             else:
                 of[axis] = "divided"
         out[name] = of

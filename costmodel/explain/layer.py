@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from costmodel.memory import ACTIVATIONS, read_block
+from costmodel.memory import read_block
 from costmodel.program.build import Builder
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import Block, Part, Seq
@@ -66,7 +66,7 @@ def layer_split(builder: Builder, step: Part, alone: Builder) -> LayerSplit:
 
 def saved_bytes(builder: Builder) -> int:
     """Activations that the forward of a layer leaves for its backward, checkpointing aside."""
-    return read_block(builder.forward_core(LAYER, save=True, drop=False)).net[ACTIVATIONS]
+    return read_block(builder.forward_core(LAYER, save=True, drop=False)).held
 
 
 def _cuts(builder: Builder) -> Iterator[WeightCut]:

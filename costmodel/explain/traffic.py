@@ -10,6 +10,8 @@ from costmodel.timeline import Span, Timeline
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 ACTIVATION_GRADIENTS, STATISTICS, NORM = "gradients of activations", "loss statistics", "gradient norm"
 KEYS_VALUES, KEYS_VALUES_GRADIENTS = "keys and values", "gradients of keys and values"
+TOKENS, LOGITS, LOGITS_GRADIENTS = "tokens", "logits", "gradients of logits"
+"""DataParallel's."""
 ROWS, ROW_GRADIENTS, COUNTS = "rows of tokens to and from experts", "gradients of rows", "counts of rows"
 
 
@@ -19,7 +21,7 @@ class Movement:
 
     tensor: str
     """What travels: parameters, gradients, activations, gradients of activations, keys and values, gradients of keys and values, rows to and from
-    experts, their gradients and counts, loss statistics, gradient norm."""
+    experts, their gradients and counts, loss statistics, gradient norm; DataParallel's tokens and logits."""
     collective: str
     axis: str
     group: int
@@ -50,6 +52,8 @@ def what(op: Op, phase: str) -> str:
     name, axis = op.name.partition("(")[0], op.comm.axis
     if name.startswith("clip."):
         return NORM
+    if name.startswith(("scatter_tokens", "gather_logits")):
+        return TOKENS if name == "scatter_tokens" else LOGITS if phase != "backward" else LOGITS_GRADIENTS
     if axis == "ep":
         return COUNTS if name == "experts.counts" else ROW_GRADIENTS if phase == "backward" and name.endswith(".all_to_all.all_to_all") else ROWS
     if axis == "pp":

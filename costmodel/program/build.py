@@ -1,6 +1,6 @@
 """From a Run to the program of each rank role: the units are recorded once, the strategy adds what it sends and keeps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -134,6 +134,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
     yield from pipeline_refusals(run)
 
 
+Marked = tuple[list[Op], list[tuple[int, GradReady]]]
+"""Ops, and the gradients that are there after so many of them."""
+
+
 class Builder:
     """Assembles one role's step; equal blocks are made once."""
 
@@ -151,16 +155,18 @@ class Builder:
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
         """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""
-        self.parts: dict[object, Seq] = {}
+        self.places: dict[int, list[int]] = like.places if like else {}
+        """Where in a backward the tape's own ops are, by its identity."""
+        self.parts: dict[object, Part] = {}
         self.slots: dict[tuple[object, ...], Seq] = {}
+        self.sends: dict[str, list[tuple[Part, int]]] = {}
         self.raw: dict[object, list[Op]] = like.raw if like else {}
-        self.raw_backward: dict[object, list[Op | GradReady]] = like.raw_backward if like else {}
+        self.raw_backward: dict[object, Marked] = like.raw_backward if like else {}
         self.halves: dict[object, Halves] = like.halves if like else {}
         layer = self.unit[LAYER]
         assert layer.entry is not None
         self.links = Links(run, self.stage, layer.entry.numel // run.model.hidden, layer.entry.dtype)
-        last = self.layers - 1
-        self.borrowed = [(i == 0 and self.links.borrows_input, i == last and self.links.borrows_gradient) for i in range(self.layers)]
+        self.borrowed = self._borrowed()
         """Layers whose input, and whose output's gradient, belong to a receive buffer."""
         c = run.plan.checkpointing
         self.group = c.group if c.mode == "full" else 1
@@ -169,18 +175,38 @@ class Builder:
         self.checkpoints = c.mode == "full" or self.by_op
         layer_cached = self.unit[LAYER].cached
         self.cached = layer_cached if self.by_op else frozenset()
-        self.checkpointed = [self.checkpoints and i % self.every == 0 for i in range(self.layers)]
+        pattern = [True] + [False] * (self.every - 1)
+        self.checkpointed = (pattern * (self.layers // self.every + 1))[:self.layers] if self.checkpoints else [False] * self.layers
+
+    def _borrowed(self) -> list[tuple[bool, bool]]:
+        out = [(False, False)] * self.layers
+        if out and self.links.borrows_gradient:
+            out[-1] = False, True
+        if out and self.links.borrows_input:
+            out[0] = True, out[0][1]
+        return out
 
     def block(self, key: object, name: str, phase: str, ops: list[Op]) -> Block:
         if key not in self.blocks:
             self.blocks[key] = Block(name, phase, tuple(ops))
         return self.blocks[key]
 
-    def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Seq:
+    def small(self, name: str, phase: str, ops: Iterable[Op]) -> Block:
+        """A block of a few ops, one object wherever it occurs in the program."""
+        made = tuple(ops)
+        key = (name, phase, made)
+        if key not in self.cores:
+            self.cores[key] = Block(name, phase, made)
+        return self.cores[key]
+
+    def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Part:
         """A unit's own block between what the strategy does around it; a compiled layer is entered by a call."""
         if self.numbers.compiled and name == LAYER:
             before = [*before, Op("compiled.call", "call")]
-        return seq(Block(name, phase, tuple(before)), core, Block(name, phase, tuple(after)))
+        if not before and not after:
+            return core
+        around = [[(self.small(name, phase, ops), 1)] if ops else [] for ops in (before, after)]
+        return Seq((*around[0], (core, 1), *around[1]))
 
     @property
     def recomputed_flops(self) -> float:
@@ -228,7 +254,7 @@ class Builder:
                 parts.append((self._forward_block(first, micro, chk, drop, variant), n))
         return parts
 
-    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Seq:
+    def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Part:
         key = ("forward", chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
             s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
@@ -249,13 +275,14 @@ class Builder:
             self.cores[key] = Block(unit, "forward", tuple(self._placed(unit, ops, "forward")))
         return self.cores[key]
 
-    def _placed(self, unit: str, ops: list[Op], phase: str) -> list[Op]:
+    def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY) -> list[Op]:
         """The ops of a unit, with what the strategy does at its marks."""
         if not self.unit[unit].tape.marked:
             return ops
-        return [each for op in ops for each in (self.strategy.at_mark(op.name, phase, 0, ONLY, again=False) if op.kind == "mark" else (op,))]
+        again = phase == "backward" and self.checkpointed[index]
+        return [each for op in ops for each in (self.strategy.at_mark(op.name, phase, index, micro, again=again) if op.kind == "mark" else (op,))]
 
-    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Seq:
+    def forward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op], *, replaces: bool = False) -> Part:
         alone = self.layers == 0 and self.links.borrows_input
         s, drop = self.strategy, unit == HEAD and not self.saves_entry(HEAD) and not alone
         core = self.forward_core(unit, save=True, drop=drop)
@@ -271,38 +298,46 @@ class Builder:
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
-    def _raw_backward(self, unit: str, borrowed: tuple[bool, bool]) -> list[Op | GradReady]:
-        """The unit's backward as the tape derives it."""
+    def _raw_backward(self, unit: str, borrowed: tuple[bool, bool]) -> Marked:
+        """The unit's backward as the tape derives it, and which gradients are there after so many of its ops."""
         key = (unit, borrowed)
         if key not in self.raw_backward:
             u, frees = self.unit[unit], self.saves_entry(unit)
             if borrowed[0] and frees:
                 assert u.entry is not None
-                ops = self._raw_backward(unit, (False, borrowed[1]))
-                self.raw_backward[key] = [_keeping(op, Tensor(u.entry.name, "activations", u.entry.own_bytes)) for op in ops]
+                ops, marks = self._raw_backward(unit, (False, borrowed[1]))
+                self.raw_backward[key] = _keeping(ops, Tensor(u.entry.name, "activations", u.entry.own_bytes)), marks
             else:
-                self.raw_backward[key] = u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1])
+                ops, marks = _marked(u.tape.backward(u.exit, u.entry, free_entry=frees, owned=not borrowed[1]))
+                if borrowed[1]:
+                    own = self._raw_backward(unit, (borrowed[0], False))[0]
+                    ops = [a if a == b else b for a, b in zip(own, ops, strict=True)]
+                self.raw_backward[key] = ops, marks
         return self.raw_backward[key]
 
     def with_gradients(self, unit: str, index: int, micro: str, items: Sequence[Op | GradReady]) -> list[Op]:
-        """A unit's backward, with what the strategy does as each gradient appears.
+        """A unit's backward, with what the strategy does as each gradient appears."""
+        return self._with_gradients(unit, index, micro, _marked(items))[0]
+
+    def _with_gradients(self, unit: str, index: int, micro: str, items: Marked) -> tuple[list[Op], list[int]]:
+        """A unit's backward, with what the strategy does as each gradient appears, and where in it the tape's own ops are.
 
         The engine holds the head's gradient of a tied embedding until the lookup's has been added to it, out of place.
         """
         out: list[Op] = []
-        for item in items:
-            if isinstance(item, Op):
-                if item.kind == "mark":
-                    out.extend(self.strategy.at_mark(item.name, "backward", index, micro, again=self.checkpointed[index]))
-                else:
-                    out.append(item)
-                continue
+        ops, marks = items
+        done = 0
+        places: list[int] = []
+        for at, item in marks:
+            places += range(len(out), len(out) + at - done)
+            out += self._placed(unit, ops[done:at], "backward", index, micro)
+            done = at
             tied = self.tied and item.param.name == "embedding.weight"
             first_use = Tensor("tied embedding gradient", "temporaries", item.nbytes)
             if tied and unit == HEAD:
                 out[-1] = out[-1].taking((first_use,))
                 continue
-            allocs, ops = self.strategy.on_grad(unit, index, item, micro)
+            allocs, more = self.strategy.on_grad(unit, index, item, micro)
             if tied:
                 lookup = Tensor("lookup gradient", "temporaries", item.nbytes)
                 out[-1] = out[-1].taking((lookup,))
@@ -310,8 +345,9 @@ class Builder:
                               frees=(first_use, lookup)))
             elif allocs:
                 out[-1] = out[-1].taking(allocs)
-            out.extend(ops)
-        return out
+            out += more
+        places += range(len(out), len(out) + len(ops) - done)
+        return out + self._placed(unit, ops[done:], "backward", index, micro), places
 
     def backward_layers(self, micro: str) -> list[tuple[Part, int]]:
         """Blocks of the layers' backward, last layer first; a checkpointed layer or group is computed again before its own."""
@@ -333,7 +369,7 @@ class Builder:
                 parts += [(self._backward_block(i, micro, variants[i], span), 1) for i in reversed(members)]
         return parts
 
-    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Seq:
+    def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Part:
         """A layer of the checkpoint `span` (its first and last layer) runs forward again, saving; the last one stops early."""
         first, last = span
         drop = index > first and not self.saves_entry(LAYER)
@@ -352,7 +388,7 @@ class Builder:
         first, last = span
         return index == first, index == last, index == last - 1, first == 0, last == self.layers - 1
 
-    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Seq:
+    def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Part:
         """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
         s, u = self.strategy, self.unit[LAYER]
         borrowed = self.borrowed[index]
@@ -376,16 +412,31 @@ class Builder:
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear; the same on every stage."""
-        again = unit == LAYER and self.unit[unit].tape.marked and self.checkpointed[index]
-        alike = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied, again)
-        key = (*alike, borrowed)
-        if key not in self.cores:
-            made = Block(unit, "backward", tuple(self.with_gradients(unit, index, micro, self._raw_backward(unit, borrowed))), self.cores.get(alike))
-            self.cores[key] = made
-            self.cores.setdefault(alike, made)
-        return self.cores[key]
+        marked = self.unit[unit].tape.marked
+        again = unit == LAYER and marked and self.checkpointed[index]
+        key = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied, again, borrowed)
+        core = self.cores.get(key)
+        if core is None:
+            own = self.backward_core(unit, index, micro, variant) if any(borrowed) else None
+            if own is not None and not marked:
+                core = Block(unit, "backward", self._borrowing(unit, own.ops, self.places[id(own)], borrowed), own)
+            else:
+                ops, places = self._with_gradients(unit, index, micro, self._raw_backward(unit, borrowed))
+                core = Block(unit, "backward", tuple(ops), own)
+                self.places[id(core)] = places
+            self.cores[key] = core
+        return core
 
-    def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Seq:
+    def _borrowing(self, unit: str, own: tuple[Op, ...], places: list[int], borrowed: tuple[bool, bool]) -> tuple[Op, ...]:
+        """A unit's backward where its input, or its output's gradient, is not its own to free: other ops of the tape in the same places."""
+        ops = list(own)
+        before, after = self._raw_backward(unit, (False, False))[0], self._raw_backward(unit, borrowed)[0]
+        for mine, other, at in zip(before, after, places, strict=True):
+            if other is not mine:
+                ops[at] = other.taking(ops[at].allocs[len(mine.allocs):])
+        return tuple(ops)
+
+    def backward_edge(self, unit: str, micro: str, before: list[Op], after: list[Op]) -> Part:
         s = self.strategy
         return self.wrapped(unit, "backward", [*before, *s.before_backward(unit, 0, micro)], self.backward_core(unit, 0, micro, s.unit_variant(unit, micro)),
                             [*s.after_backward(unit, 0, micro), *after])
@@ -423,22 +474,22 @@ class Builder:
         leave = [*s.forward_end(micro), *links.after_forward()]
         if self.numbers.autocast and any(self.checkpointed):
             leave.append(Op("autocast.exit", "host", kernels=0, frees=(self._autocast_cache(sum(self.checkpointed)),)))
-        parts: list[Part] = []
+        parts: list[Part | tuple[Part, int]] = []
         if stage.first:
             parts.append(self.forward_edge(EMBEDDING, micro, enter, []))
         else:
-            parts.append(Block("stage", "forward", tuple(enter)))
-        parts.append(compress(self.forward_layers(micro)))
+            parts.append(self.small("stage", "forward", enter))
+        parts += compress(self.forward_layers(micro))
         if stage.last:
             parts.append(self.forward_edge(HEAD, micro, [], leave, replaces=self._replaces(micro)))
         else:
-            parts.append(Block("stage", "forward", tuple(leave)))
+            parts.append(self.small("stage", "forward", leave))
         return seq(*parts)
 
     def _backward(self, micro: str) -> Seq:
         s, stage, links, head = self.strategy, self.stage, self.links, self.unit[HEAD]
         whole = stage.number == WHOLE
-        parts: list[Part] = []
+        parts: list[Part | tuple[Part, int]] = []
         ending: list[Op] = []
         if stage.last:
             loss = Tensor("grad:loss", "temporaries", head.exit.nbytes)
@@ -447,10 +498,10 @@ class Builder:
             done = (Tensor("loss", "activations", head.exit.nbytes), *(s.batch() if whole else ()))
             ending.append(Op("loss.release", "host", kernels=0, frees=done))
         else:
-            parts.append(Block("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
-        parts.append(compress(self.backward_layers(micro)))
+            parts.append(self.small("stage", "backward", (*links.before_backward(), *s.backward_begin(micro))))
+        parts += compress(self.backward_layers(micro))
         ending += [*links.after_backward(micro, self.kept_output()), *s.backward_end(micro)]
-        parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else Block("stage", "backward", tuple(ending)))
+        parts.append(self.backward_edge(EMBEDDING, micro, [], ending) if stage.first else self.small("stage", "backward", ending))
         return seq(*parts)
 
     def kept_output(self) -> tuple[Tensor, ...]:
@@ -481,8 +532,9 @@ class Builder:
         (begin, _), *rest = s.updates(role, first)
         parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*clip, *begin]), 1)]
         parts += [(self.block(("update", role, first, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(rest)]
-        parts += [(self.block(("after", role, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(s.after_step(role))]
-        return seq(*parts)
+        if role not in self.sends:
+            self.sends[role] = [(Block("update", "optimizer", tuple(ops)), n) for ops, n in s.after_step(role)]
+        return seq(*parts, *self.sends[role])
 
     def step(self, role: str, first: bool, micro_batches: int | None = None) -> Seq:
         """A step of the run's micro-batches, or of another number of them."""
@@ -499,22 +551,36 @@ class Builder:
         return seq(*parts)
 
 
-def _keeping(op: Op | GradReady, tensor: Tensor) -> Op | GradReady:
-    """The op without its release of a tensor."""
-    if isinstance(op, Op) and tensor in op.frees:
-        frees = list(op.frees)
-        frees.remove(tensor)
-        return op._replace(frees=tuple(frees))
-    return op
+def _marked(items: Sequence[Op | GradReady]) -> Marked:
+    """Ops and the gradients between them, apart."""
+    at = [i for i, item in enumerate(items) if isinstance(item, GradReady)]
+    return [item for item in items if isinstance(item, Op)], [(i - before, items[i]) for before, i in enumerate(at)]  # type: ignore[misc]
 
 
-def compress(parts: list[tuple[Part, int]]) -> Seq:
-    """Parts with counts as a Seq, in which a period of parts that repeats is one part."""
+def _keeping(ops: list[Op], tensor: Tensor) -> list[Op]:
+    """The ops without the release of a tensor."""
+    out = list(ops)
+    for i, op in enumerate(ops):
+        if tensor in op.frees:
+            frees = list(op.frees)
+            frees.remove(tensor)
+            out[i] = op._replace(frees=tuple(frees))
+    return out
+
+
+def compress(parts: list[tuple[Part, int]]) -> list[tuple[Part, int]]:
+    """Parts with counts, in which neighbours that are the same part, and a period of parts that repeats, are one part."""
+    joined: list[tuple[Part, int]] = []
+    for part, n in parts:
+        if joined and joined[-1][0] is part:
+            n += joined.pop()[1]
+        joined.append((part, n))
+    if len(joined) < 4:
+        return joined
     out: list[tuple[Part, int]] = []
-    for start, length, count in periods([(id(p), n) for p, n in parts]):
-        part, n = parts[start]
-        out.append((part, n * count) if length == 1 else (Seq(tuple(parts[start:start + length])), count))
-    return Seq(tuple(out))
+    for start, length, count in periods([(id(p), n) for p, n in joined]):
+        out.append(joined[start] if count == 1 else (Seq(tuple(joined[start:start + length])), count))
+    return out
 
 
 def single_builder(run: Run, like: Program) -> Builder:

@@ -13,6 +13,8 @@ class UnitParams(NamedTuple):
 
     params: tuple[Param, ...]
     numel: int
+    largest: int = 0
+    """Elements of its largest parameter."""
 
     def sharded_numel(self, n: int) -> int:
         """Elements on the fullest rank when dim 0 of each parameter is split over n ranks (FSDP2: rank 0, padded)."""
@@ -27,7 +29,8 @@ def without_experts(unit: UnitParams) -> tuple[UnitParams, UnitParams]:
 
 
 def _unit(params: list[Param]) -> UnitParams:
-    return UnitParams(tuple(params), sum(p.numel for p in params))
+    numels = [p.numel for p in params]
+    return UnitParams(tuple(params), sum(numels), max(numels, default=0))
 
 
 class Inventory(NamedTuple):
@@ -77,11 +80,12 @@ class Inventory(NamedTuple):
 
     @property
     def largest(self) -> int:
-        return max((p.numel for unit in (self.embedding, self.layer, self.head) for p in unit.params), default=0)
+        return max(self.embedding.largest, self.layer.largest, self.head.largest)
 
 
-def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True, head: bool = True) -> Inventory:
-    """The parameters that a rank's tp share of a stage holds: `layers` of them (all), with or without embedding and head.
+def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True, head: bool = True, like: Inventory | None = None) -> Inventory:
+    """The parameters that a rank's tp share of a stage holds: `layers` of them (all), with or without embedding and head; `like` is that of
+    another stage, whose layers are the same.
 
     A stage with the head of a tied model, but without its embedding, holds a copy of the embedding's matrix.
     """
@@ -89,13 +93,17 @@ def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True,
     top = head_params(m) if head else []
     if head and m.tied_embeddings and not embedding:
         top.insert(len(top) - m.head_bias, embedding_params(m)[0])
-    fused = m.model_copy(update={"fused_qkv": True}) if run.plan.framework == "megatron" else m
-    layer = [local_expert(p, run.plan.ep, run.plan.tp) for p in layer_params(fused, moe=m.moe is not None)]
-    if run.plan.framework == "megatron" and m.gated:
-        layer = _fused_gate(layer)
-    parts = (embedding_params(m) if embedding else [], layer, top)
-    first, inner, last = (_unit([local_param(p, t, run.plan.framework) for p in params]) for params in parts)
-    return Inventory(first, inner, last, m.layers if layers is None else layers, _whole_lookups(run) if embedding else 0)
+    first, last = (_unit([local_param(p, t, run.plan.framework) for p in params]) for params in (embedding_params(m) if embedding else [], top))
+    return Inventory(first, like.layer if like else _layer(run), last, m.layers if layers is None else layers, _whole_lookups(run) if embedding else 0)
+
+
+def _layer(run: Run) -> UnitParams:
+    m, p = run.model, run.plan
+    fused = m.model_copy(update={"fused_qkv": True}) if p.framework == "megatron" else m
+    params = [local_expert(q, p.ep, p.tp) for q in layer_params(fused, moe=m.moe is not None)]
+    if p.framework == "megatron" and m.gated:
+        params = _fused_gate(params)
+    return _unit([local_param(q, p.tp, p.framework) for q in params])
 
 
 def _whole_lookups(run: Run) -> int:

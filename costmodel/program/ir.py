@@ -5,6 +5,7 @@ together. A Seq is (Block or Seq, repeats)…; a 96-layer stage is a handful of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call", "route", "mark"]
@@ -75,13 +76,14 @@ class Op(NamedTuple):
 
     def taking(self, tensors: tuple[Tensor, ...]) -> "Op":
         """This op allocating more (much faster than _replace)."""
-        return Op._make((*self[:_ALLOCS], self.allocs + tensors, *self[_ALLOCS + 1:]))
+        return _op((*self[:_ALLOCS], self.allocs + tensors, *self[_ALLOCS + 1:])) if tensors else self
 
     def freeing(self, tensors: tuple[Tensor, ...]) -> "Op":
         """This op freeing more."""
-        return Op._make((*self[:_FREES], self.frees + tensors, *self[_FREES + 1:]))
+        return _op((*self[:_FREES], self.frees + tensors, *self[_FREES + 1:]))
 
 
+_op = partial(tuple.__new__, Op)
 _ALLOCS, _FREES = Op._fields.index("allocs"), Op._fields.index("frees")
 
 
@@ -138,29 +140,21 @@ def periods(marks: Sequence[object], longest: int = 16) -> list[tuple[int, int, 
     return out
 
 
-def fold(part: Part, leaf: Callable[[Block], A], join: Callable[[A, A], A], repeat: Callable[[A, int], A], unit: A,
-         seen: dict[int, A] | None = None) -> A:
-    """Read a program bottom-up with a monoid: `leaf` reads a Block, `join` is sequence, `repeat` is the n-fold join.
+def fold(part: Part, leaf: Callable[[Block], A], chain: Callable[[list[tuple[A, int]]], A], seen: dict[int, A]) -> A:
+    """Read a program bottom-up: `leaf` reads a Block, `chain` the readings of a Seq's parts in order, each with its repeats.
 
     Equal parts are read once; `seen` carries readings (by identity) from one fold of a program to the next.
     """
-    seen = {} if seen is None else seen
-
-    def read(p: Part) -> A:
-        key = id(p)
-        if key in seen:
-            return seen[key]
-        if isinstance(p, Block):
-            value = leaf(p)
-        else:
-            value = unit
-            for child, n in p.parts:
-                one = read(child)
-                value = join(value, one if n == 1 else repeat(one, n))
-        seen[key] = value
-        return value
-
-    return read(part)
+    if isinstance(part, Block):
+        value = leaf(part)
+    else:
+        parts: list[tuple[A, int]] = []
+        for child, n in part.parts:
+            one = seen.get(id(child))
+            parts.append((fold(child, leaf, chain, seen) if one is None else one, n))
+        value = chain(parts)
+    seen[id(part)] = value
+    return value
 
 
 def expand(part: Part) -> Iterator[Block]:

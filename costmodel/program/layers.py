@@ -618,7 +618,7 @@ def replica_head_unit(run: Run, numbers: Numbers) -> Unit:
     logits = w.linear(y, "embedding" if m.tied_embeddings else "head", w.vocab, m.hidden, m.head_bias)
     sent = w.tape.value("loss", 1, "fp32")
     sends, receives = _moved(w, logits)
-    w.tape.record("gather logits", "collective", (logits,), (sent,), comm=sends, dtype=logits.dtype, kernels=0,
+    w.tape.record("gather_logits", "collective", (logits,), (sent,), comm=sends, dtype=logits.dtype, kernels=0,
                   backs=(Back("scatter", "collective", 0, comm=receives, dtype=logits.dtype),))
     y.last_use = len(w.tape.nodes) - 1
     return Unit(w.tape, x, sent, w.matmul_flops, 0.0, w.weights_cast)
@@ -628,7 +628,7 @@ def _gathered(w: Walk, logits: Value) -> Value:
     """The logits of all GPUs on GPU 0; in backward its own part of their gradient is a view."""
     whole = w.tape.value("logits of all", w.run.plan.dp * logits.numel, logits.dtype)
     sends, receives = _moved(w, logits)
-    w.tape.record("gather logits", "collective", (logits,), (whole,), comm=sends, dtype=logits.dtype, kernels=0,
+    w.tape.record("gather_logits", "collective", (logits,), (whole,), comm=sends, dtype=logits.dtype, kernels=0,
                   backs=(Back("scatter", "collective", None, comm=receives, dtype=logits.dtype), Back("own", "memory", 0, alias=True)))
     return whole
 

@@ -8,6 +8,7 @@ Schedules that split backward are in zerobubble.py.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import sub
 from typing import NamedTuple
 
 from costmodel.program.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action
@@ -129,9 +130,7 @@ class Step(NamedTuple):
     own: int
     """Index of its end."""
     needs: int
-    """Index of the end that it waits for; -1 for none."""
-    crosses: bool
-    """What it waits for was made on another rank."""
+    """Index of the end, on another rank, that it waits for; -1 for none: what its own rank made is there when it is its turn."""
     micro: int
 
 
@@ -151,13 +150,14 @@ def end_index(kind: str, stage: int, stages: int, micro: int, m: int) -> int:
 
 @lru_cache(maxsize=64)
 def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
-    """All actions of all ranks in an order in which each follows what it needs; the order within a rank is kept."""
+    """All actions of all ranks in an order in which each follows what it needs, that in which they start where all take one slot; the order
+    within a rank is kept."""
     stages = p * v
     orders = [rank_order(schedule, p, v, m, r) for r in range(p)]
     keys = {(kind, stage): key for key, (kind, stage) in enumerate(passes(schedule, stages))}
-    at = [0] * p
-    done: set[int] = set()
-    out: list[Step] = []
+    at, free = [0] * p, [0] * p
+    done: dict[int, int] = {}
+    out: list[tuple[int, Step]] = []
     moved = True
     while moved:
         moved = False
@@ -175,32 +175,116 @@ def linear_order(schedule: str, p: int, v: int, m: int) -> tuple[Step, ...]:
                     other = stage if stage == stages - 1 else stage + 1
                 if needs >= 0 and needs not in done:
                     break
-                done.add(own)
-                out.append(Step(rank, keys[kind, stage], own, needs, needs >= 0 and rank_of(schedule, other, p) != rank, micro))
+                slot = max(free[rank], done.get(needs, 0))
+                done[own] = free[rank] = slot + 1
+                out.append((slot, Step(rank, keys[kind, stage], own, needs if rank_of(schedule, other, p) != rank else -1, micro)))
                 at[rank] += 1
                 moved = True
     assert len(out) == sum(map(len, orders)), f"{schedule} with p={p}, v={v}, m={m} deadlocks"
+    return tuple([step for _, step in sorted(out, key=lambda placed: (placed[0], placed[1].rank))])
+
+
+class Round(NamedTuple):
+    """Steps of the whole pipeline that repeat, each time with the next micro-batch."""
+
+    steps: tuple[tuple[int, int, int, int], ...]
+    """(rank, which duration, index of its end, index of the end it waits for or -1) of the first time. Durations are those of all keys for
+    the first micro-batch, then those for a middle one, then those for the last."""
+    times: int
+    inputs: tuple[tuple[int, int], ...] = ()
+    """Of each step the steps of this round or the one before that it begins after: its rank's last, and the one it waits for (or itself).
+    Empty where they lie further back, or where somebody needs more of these rounds later than the ends of the last one."""
+
+
+@lru_cache(maxsize=64)
+def rounds(schedule: str, p: int, v: int, m: int) -> tuple[Round, ...]:
+    """The order of all actions as rounds."""
+    keys = len(passes(schedule, p * v))
+    steps = [(s.rank, s.key + keys * (0 if s.micro == 0 else 2 if s.micro == m - 1 else 1), s.own, s.needs) for s in linear_order(schedule, p, v, m)]
+    place = {own: i for i, (_, _, own, _) in enumerate(steps)}
+    out: list[Round] = []
+    for start, length, count in periods([step[:2] for step in steps], 2 * keys):
+        once, last, end = steps[start:start + length], start + (count - 1) * length, start + count * length
+        if count > 1 and all(steps[i + length][2] == steps[i][2] + 1 for i in range(start, last)):
+            near = all(place.get(needs, last) >= last - length for _, _, _, needs in steps[last:end])
+            done = all(not start <= place.get(needs, last) < last for _, _, _, needs in steps[end:])
+            out.append(Round(tuple(once), count, _inputs(once, place, start) if near and done else ()))
+        elif out and out[-1].times == 1:
+            out[-1] = Round((*out[-1].steps, *steps[start:end]), 1)
+        else:
+            out.append(Round(tuple(steps[start:end]), 1))
     return tuple(out)
 
 
-def pace(steps: Sequence[Step], p: int, m: int, durations: Sequence[float], first: Sequence[float], last: Sequence[float],
-         transfer: float) -> tuple[list[float], list[float]]:
+def _inputs(steps: Sequence[tuple[int, int, int, int]], place: dict[int, int], start: int) -> tuple[tuple[int, int], ...]:
+    """Which steps of a round each of its steps begins after."""
+    latest = {rank: i for i, (rank, *_) in enumerate(steps)}
+    out = []
+    for i, (rank, _, _, needs) in enumerate(steps):
+        out.append((latest[rank], (place[needs] - start) % len(steps) if needs >= 0 else i))
+        latest[rank] = i
+    return tuple(out)
+
+
+ROUNDING = 4e-15
+"""Relative difference of two sums that are the same but for rounding."""
+
+
+def pace(order: Sequence[Round], p: int, m: int, durations: Sequence[float], first: Sequence[float], last: Sequence[float],
+         transfer: float, *, every: bool = True) -> tuple[list[float], list[float]]:
     """When each rank has done its last action, and the end of every action by its index: start = max(rank is free, what it needs has arrived).
 
-    durations[key] are seconds of an action; `first` and `last` those of micro-batch 0 and m - 1.
+    durations[key] are seconds of an action; `first` and `last` those of micro-batch 0 and m - 1. Without `every`, rounds that go on as
+    the ones before did are skipped, and their ends left out.
     """
+    times = (*first, *durations, *last)
     ends = [0.0] * (len(durations) * m)
     free = [0.0] * p
-    final = m - 1
-    for rank, key, own, needs, crosses, micro in steps:
-        start = free[rank]
-        if needs >= 0:
-            arrives = ends[needs] + transfer if crosses else ends[needs]
-            if arrives > start:
-                start = arrives
-        seconds = durations[key] if 0 < micro < final else (first[key] if micro == 0 else last[key])
-        ends[own] = free[rank] = start + seconds
+    for steps, count, inputs in order:
+        history: list[list[float]] = []
+        k = 0
+        while k < count:
+            for rank, takes, own, needs in steps:
+                start = free[rank]
+                if needs >= 0:
+                    arrives = ends[needs + k] + transfer
+                    if arrives > start:
+                        start = arrives
+                ends[own + k] = free[rank] = start + times[takes]
+            k += 1
+            if every or not inputs or k == count:
+                continue
+            history.append([ends[own + k - 1] for _, _, own, _ in steps])
+            period, gains = _goes_on(history, inputs, p)
+            skipped = (count - k) // period
+            if skipped:
+                k += skipped * period
+                for (rank, _, own, _), end, gain in zip(steps, history[-1], gains, strict=True):
+                    ends[own + k - 1] = free[rank] = end + skipped * gain
+                history.clear()
     return free, ends
+
+
+def _goes_on(history: list[list[float]], inputs: Sequence[tuple[int, int]], longest: int) -> tuple[int, list[float]]:
+    """(after how many rounds, how much later) each end follows an earlier one, in the last round and from then on; a period beyond the
+    schedule where nothing does.
+
+    The recurrence is a (max, +) map. Ends that all come later by one and the same time (after at most `longest` rounds) go on to do so;
+    ends that each gained the same twice do as well, where what decided when a step begins gained at least as much as what did not.
+    """
+    now = history[-1]
+    near = ROUNDING * now[0]
+    for period in range(1, min(longest, len(history) - 1) + 1):
+        gains = list(map(sub, now, history[-1 - period]))
+        if max(gains) - min(gains) <= near:
+            return period, gains
+        if period == 1 and len(history) > 2 and all(abs(g - (b - a)) <= near for g, b, a in zip(gains, history[-2], history[-3], strict=True)) and all(
+                gains[i] <= g + near and gains[j] <= g + near for g, (i, j) in zip(gains, inputs, strict=True)):
+            return 1, gains
+    return NEVER, []
+
+
+NEVER = 1 << 60
 
 
 def grid(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backward: float = 1.0, weight: float | None = None) -> list[list[Cell]]:
@@ -214,7 +298,7 @@ def grid(schedule: str, p: int, v: int, m: int, *, forward: float = 1.0, backwar
     ends = [0.0] * (len(what) * m)
     free = [0.0] * p
     cells: list[list[Cell]] = [[] for _ in range(p)]
-    for rank, key, own, needs, _, micro in steps:
+    for rank, key, own, needs, micro in steps:
         kind, stage = what[key]
         start = max(free[rank], ends[needs] if needs >= 0 else 0.0)
         ends[own] = free[rank] = start + share[kind]

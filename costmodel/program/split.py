@@ -71,7 +71,7 @@ def _core(b: Builder, key: object, name: str, ops: list[Op]) -> Block:
 
 def _input_slot(b: Builder, word: str) -> Seq:
     s = b.strategy
-    parts: list[Part] = []
+    parts: list[Part | tuple[Part, int]] = []
     ends: tuple[Tensor, ...] = ()
     if b.stage.last:
         head, loss = _head(b), b.unit[HEAD].exit.nbytes
@@ -84,7 +84,7 @@ def _input_slot(b: Builder, word: str) -> Seq:
     for made, _, n in reversed(_layers(b)):
         core = _core(b, (LAYER, "inputs", id(made)), LAYER, list(made.inputs))
         layers.append((b.wrapped(LAYER, "backward", [], core, s.take_up(LAYER, word)), n))
-    parts.append(compress(layers))
+    parts += compress(layers)
     release = [Op("graph.release", "host", kernels=0, frees=ends)] if ends else []
     parts.append(Block("stage", "backward", (*s.take_up(HEAD, word), *release, *b.links.after_inputs())))
     return seq(*parts)
@@ -101,7 +101,7 @@ def _weight_slot(b: Builder, word: str) -> Seq:
     for made, first, n in _layers(b):
         layers.append((weights(LAYER, made, first), n))
         ends += [t._replace(nbytes=n * t.nbytes) for t in (*made.rest, *made.above)]
-    parts: list[Part] = [compress(layers)]
+    parts: list[Part | tuple[Part, int]] = [*compress(layers)]
     if b.stage.last:
         head = _head(b)
         parts.append(weights(HEAD, head, 0))

@@ -1,6 +1,7 @@
 """The programs of a pipeline's ranks: the slots of each stage, in the order of the schedule."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from costmodel.program.actions import FORWARD, INPUT, WEIGHT
 from costmodel.program.build import Builder, Program, refuse, strategy_of
@@ -21,6 +22,7 @@ class PipelineRank:
 
     builders: dict[int, Builder]
     """By stage."""
+    slots: dict[Slot, Seq]
     before: Seq
     after: Seq
     """A steady step: what happens when the last micro-batch is done (gradients reduced, parameters updated)."""
@@ -31,7 +33,7 @@ class PipelineRank:
 
     def part(self, slot: Slot) -> Seq:
         """The program of a slot."""
-        return _part(self.builders, slot)
+        return self.slots.get(slot) or _part(self.builders, slot)
 
 
 def _part(builders: dict[int, Builder], slot: Slot) -> Seq:
@@ -46,12 +48,14 @@ def build_pipeline(run: Run) -> Program:
     refuse(run)
     p, numbers, m = run.plan, numbers_of(run), run.micro_batches
     like: Builder | None = None
+    slots: dict[int, dict[tuple[str, str], Seq]] = {}
+    """By the identity of a builder: stages that are alike run the same."""
     kinds: dict[tuple[object, ...], Builder] = {}
     by_stage: dict[int, Builder] = {}
     for stage in stages_of(run):
         key = stage.layers, stage.first, stage.last, local(run, stage.number), local(run, stage.number + 1)
         if key not in kinds:
-            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last)
+            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last, like=like.strategy.inventory if like else None)
             strategy = strategy_of(run, numbers, inventory)
             for error in strategy.refusals():
                 raise error
@@ -60,7 +64,7 @@ def build_pipeline(run: Run) -> Program:
         by_stage[stage.number] = kinds[key]
     assert like is not None
     ranks, roles = [], []
-    around: dict[tuple[object, ...], tuple[Seq, Seq, Seq, Seq]] = {}
+    around: dict[tuple[object, ...], _Around] = {}
     same: dict[tuple[tuple[int, int], ...], Seq] = {}
     """Sequences by the identity of their parts, so that equal ones are one object and are read once."""
 
@@ -84,23 +88,25 @@ def build_pipeline(run: Run) -> Program:
         left = tuple("" if s == 0 else over.get(s, "") for s in mine)
         alike = *(id(b) for b in mine.values()), *sent, *left
         if alike not in around:
-            around[alike] = (_before(run, mine, sent), _after(run, mine, left, False), _before(run, mine, None), _after(run, mine, left, True))
-        before, after, first_before, first_after = around[alike]
+            around[alike] = _around(run, mine, sent, left)
+        a = around[alike]
+        by_slot: dict[Slot, Seq] = {}
         counts: dict[int, tuple[Seq, int]] = {}
         for slot, n in slot_counts(*order):
-            part = _part(mine, slot)
+            known, place = slots.setdefault(id(mine[slot.stage]), {}), (slot.kind, slot.micro)
+            part = known.get(place) or known.setdefault(place, _part(mine, slot))
+            by_slot[slot] = part
             counts[id(part)] = part, n + counts.get(id(part), (part, 0))[1]
-        parts = one([(before, 1), *counts.values(), (after, 1)])
-        middle = joined([(_part(mine, slots[0]) if len(slots) == 1 else one([(_part(mine, slot), 1) for slot in slots]), count)
-                         for slots, count in slot_pattern(*order)])
-        role = f"pipeline rank {r}"
-        step, first_step = seq(before, middle, after), seq(first_before, middle, first_after)
-        ranks.append(PipelineRank(mine, before, after, parts, slot_pattern(*order)[-1][0][-1]))
+        parts = one([(a.before, 1), *counts.values(), (a.after, 1)])
+        pattern = slot_pattern(*order)
+        middle = joined([(by_slot[slots[0]] if len(slots) == 1 else one([(by_slot[slot], 1) for slot in slots]), count) for slots, count in pattern])
+        step, first_step = Seq((*a.before.parts, (middle, 1), (a.after, 1))), Seq((*a.first_before.parts, (middle, 1), (a.first_after, 1)))
+        ranks.append(PipelineRank(mine, by_slot, a.before, a.after, parts, pattern[-1][0][-1]))
         ranks_of = run.cluster.gpus // p.pp
-        roles.append(RankProgram(role, ranks_of, r * ranks_of + like.strategy.first_rank, tuple(_persistent(run, mine)), step, first_step))
+        roles.append(RankProgram(f"pipeline rank {r}", ranks_of, r * ranks_of + like.strategy.first_rank, a.persistent, step, first_step))
     layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())
-    whole = inventory_of(run)
+    whole = inventory_of(run, like=like.strategy.inventory)
     return Program(tuple(roles), like.strategy, whole, numbers, layers * (layer.matmul_flops + layer.attention_flops),
                    like.unit[HEAD].matmul_flops, recomputed, like, tuple(ranks))
 
@@ -118,44 +124,62 @@ def _inputs(run: Run, mine: dict[int, Builder]) -> tuple[Tensor, ...]:
     return tuple(t._replace(nbytes=t.nbytes * run.micro_batches) for t in kept)
 
 
-def _persistent(run: Run, mine: dict[int, Builder]) -> list[Tensor]:
+class _Around(NamedTuple):
+    """What a rank holds, and what surrounds its micro-batches in a steady step and in the first."""
+
+    persistent: tuple[Tensor, ...]
+    before: Seq
+    after: Seq
+    first_before: Seq
+    first_after: Seq
+
+
+def _around(run: Run, mine: dict[int, Builder], sent: tuple[int, ...], left: tuple[str, ...]) -> _Around:
+    """`sent`: how many gradients each stage sends in first passes, which stay until the next step begins; `left`: what its last second pass
+    leaves over."""
+    builders = list(mine.values())
+    inputs = _inputs(run, mine)
+    kept = tuple(t for b, n in zip(builders, sent, strict=True) for t in b.links.sent_gradients(n))
+    done = _done(run, builders, inputs, any(_ends(run, mine)), left)
+    before, first_before = (seq(*(b.begin(first) for b in builders), Block("batch", "forward", (
+        Op("batch", "host", kernels=0, allocs=inputs, frees=() if first else kept),))) for first in (False, True))
+    after, first_after = (seq(*done, *(b.update(_role(b), first, clips=False) for b in builders)) for first in (False, True))
+    return _Around(tuple(_persistent(run, builders)), before, after, first_before, first_after)
+
+
+def _role(builder: Builder) -> str:
+    return builder.strategy.roles()[0][0]
+
+
+def _persistent(run: Run, builders: list[Builder]) -> list[Tensor]:
     out: list[Tensor] = []
-    for b in mine.values():
-        role = b.strategy.roles()[0][0]
-        out += [*b.strategy.persistent(role), *b.links.buffers(), *constant_tensors(run, b.numbers)]
+    for b in builders:
+        out += [*b.strategy.persistent(_role(b)), *b.links.buffers(), *constant_tensors(run, b.numbers)]
     return out
 
 
-def _before(run: Run, mine: dict[int, Builder], sent: tuple[int, ...] | None) -> Seq:
-    """The step begins; `sent`: how many gradients each stage sent in a first pass of the step before, None where there was none."""
-    left = () if sent is None else tuple(t for b, n in zip(mine.values(), sent, strict=True) for t in b.links.sent_gradients(n))
-    inputs = Block("batch", "forward", (Op("batch", "host", kernels=0, allocs=_inputs(run, mine), frees=left),))
-    return seq(*(b.begin(sent is None) for b in mine.values()), inputs)
-
-
-def _after(run: Run, mine: dict[int, Builder], left: tuple[str, ...], first: bool) -> Seq:
-    """Reduce what waits for the last micro-batch, sum a tied embedding's gradient, update. `left`: what each stage's last second pass left over."""
-    parts: list[Part | tuple[Part, int]] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=(
-        *_inputs(run, mine), *(t for b in mine.values() for t in b.links.at_end(b.kept_output())))),))]
-    for b, word in zip(mine.values(), left, strict=True):
+def _done(run: Run, builders: list[Builder], inputs: tuple[Tensor, ...], ends: bool, left: tuple[str, ...]) -> list[Part | tuple[Part, int]]:
+    """When the last micro-batch is: reduce what waits for it, sum a tied embedding's gradient, clip. `left`: what each stage's last second pass
+    left over."""
+    released = (*inputs, *(t for b in builders for t in b.links.at_end(b.kept_output())))
+    parts: list[Part | tuple[Part, int]] = [Block("batch", "backward", (Op("batch.release", "host", kernels=0, frees=released),))]
+    for b, word in zip(builders, left, strict=True):
         parts += [(Block("stage", "backward", tuple(ops)), n) for ops, n in b.strategy.after_micro_batches(word)]
-    ends = _ends(run, mine)
-    if run.model.tied_embeddings and any(ends):
-        b = next(iter(mine.values()))
-        table = b.strategy.inventory.tied_numel(run)
+    if run.model.tied_embeddings and ends:
+        table = builders[0].strategy.inventory.tied_numel(run)
         dtype = run.recipe.precision.gradient
         nbytes = table * DTYPE_BYTES[dtype]
         parts.append(Block("stage", "backward", (Op("embedding.all_reduce", "collective", dtype=dtype, comm=Comm(
             EMBEDDING_AXIS, "all-reduce", nbytes, nbytes, nbytes, dtype, 2)),)))
-    updates = [b.update(b.strategy.roles()[0][0], first, clips=False) for b in mine.values()]
-    clip = [Block("update", "optimizer", tuple(_clip(run, list(mine.values()))))] if run.recipe.clip_norm else []
-    return seq(*parts, seq(*clip, *updates))
+    if run.recipe.clip_norm:
+        parts.append(Block("update", "optimizer", tuple(_clip(run, builders))))
+    return parts
 
 
 def _clip(run: Run, builders: list[Builder]) -> list[Op]:
     """Gradients of all stages of a rank are clipped together, by a norm that is summed over the pipeline in their dtype."""
     strategies = [b.strategy for b in builders]
-    updates = [s.update(s.roles()[0][0]) for s in strategies]
+    updates = [b.strategy.update(_role(b)) for b in builders]
     whole = updates[0]._replace(numel=sum(u.numel for u in updates), tensors=sum(u.tensors for u in updates))
     ops = strategies[0].clip(whole)
     for s in strategies[1:]:

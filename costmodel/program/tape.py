@@ -14,7 +14,8 @@ from costmodel.spec.parameters import Param
 class Value:
     """A tensor of the forward program."""
 
-    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "last_use", "made_by", "outside", "own_bytes", "grad_comm", "grad_in_place", "regather")
+    __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "saved_first", "last_use", "made_by", "outside", "own_bytes", "grad_comm",
+                 "grad_in_place", "regather")
 
     def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
         self.name = name
@@ -25,6 +26,8 @@ class Value:
         """A gradient flows to it."""
         self.saves = 0
         """How many recorded ops saved it."""
+        self.saved_first = -1
+        """The first of them, whose backward is the last to need it."""
         self.last_use = -1
         self.made_by = -1
         self.outside = outside
@@ -149,7 +152,11 @@ class Tape:
         for v in outputs:
             v.made_by = index
             v.last_use = max(v.last_use, index)
+        if len(saved) > 1:
+            saved = tuple(dict.fromkeys(saved))
         for v in saved:
+            if not v.saves:
+                v.saved_first = index
             v.saves += 1
         self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
 
@@ -254,7 +261,7 @@ class Tape:
         again = [op._replace(again=True) for op in inner.tape.forward((), until=inner.tape.recompute_until)]
         ops: list[Op | GradReady] = [*again, *inner.tape.backward(inner.exit)]
         if frees:
-            _free_after(ops, 0, len(ops), list(frees), node.name)
+            _free_after(ops, 0, len(ops), frees, node.name)
         for v in node.inputs:
             made = Gradient(f"grad:{v.name}", v.nbytes)
             assert id(v) not in grads, "an input of a checkpointed stretch has one use"
@@ -272,7 +279,6 @@ class Tape:
             grads[id(output)] = Gradient(f"grad:{output.name}", output.nbytes)
             if not owned:
                 grads[id(output)].refs += 1
-        remaining = {id(v): v.saves for node in self.nodes for v in node.saved}
         pending = param_uses(self.nodes)
         ops: list[Op | GradReady] = []
         beside: list[Op | GradReady] = []
@@ -281,17 +287,20 @@ class Tape:
             if node.kind == "mark":
                 ops.append(Op(node.name, "mark", kernels=0))
                 continue
-            sends = any(back.kind == "collective" and not back.event for back in node.backs)
-            if beside and not sends and not any(v.grad_comm for v in node.outputs if id(v) in grads):
+            if beside and not any(b.kind == "collective" and not b.event for b in node.backs) and not any(
+                    v.grad_comm for v in node.outputs if id(v) in grads):
                 ops += beside
                 beside = []
-            out_grads = [self.summed(v, grads.pop(id(v)), ops, beside) for v in node.outputs if id(v) in grads]
+            out_grads: list[Gradient] = []
+            for v in node.outputs:
+                grad = grads.pop(id(v), None)
+                if grad is not None:
+                    out_grads.append(grad if v.grad_comm is None else self.summed(v, grad, ops, beside))
             split = -1
             frees: list[Tensor] = []
             kept = node.extra
-            for v in dict.fromkeys(node.saved):
-                remaining[id(v)] -= node.saved.count(v)
-                if remaining[id(v)] == 0 and (not v.outside or (free_entry and v is entry)):
+            for v in node.saved:
+                if v.saved_first == index and (not v.outside or (free_entry and v is entry)):
                     frees.append(Tensor(v.name, "activations", v.own_bytes))
             if node.inner:
                 ops += self._inner_backward(node, node.inner, grads, tuple(frees))
@@ -306,39 +315,39 @@ class Tape:
                     kept = ()
                     continue
                 ready: GradReady | None = None
-                allocs: list[Tensor] = []
+                allocs: tuple[Tensor, ...] = ()
                 temp: tuple[Tensor, ...] = ()
                 if back.temp_bytes:
-                    temp = (Tensor(f"{node.name}.{back.name}.temp", "temporaries", back.temp_bytes),)
-                    allocs += temp
+                    allocs = temp = (Tensor(f"{node.name}.{back.name}.temp", "temporaries", back.temp_bytes),)
                 if back.opens:
-                    allocs.append(back.opens)
+                    allocs += (back.opens,)
                 if back.closes:
                     temp += (back.closes,)
-                if isinstance(back.gives, int):
-                    target = node.inputs[back.gives]
+                gives = back.gives
+                if gives is None:
+                    pass
+                elif isinstance(gives, int):
+                    target = node.inputs[gives]
                     if not target.grad:
                         continue
                     if back.alias:
-                        source = out_grads[0]
-                        source.refs += 1
-                        made = source
+                        made = out_grads[0]
+                        made.refs += 1
                     else:
                         made = Gradient(f"grad:{target.name}", target.nbytes)
-                        allocs.append(Tensor(made.name, "temporaries", made.nbytes))
+                        allocs += (Tensor(made.name, "temporaries", made.nbytes),)
                     old = grads.get(id(target))
                     if old is None:
                         grads[id(target)] = made
                     else:
                         meetings.append(meet(grads, target, old, made))
-                elif back.gives is not None:
-                    param = back.gives
-                    nbytes = (back.grad_numel or param.numel) * self.element_bytes[back.dtype]
-                    pending[param.name] -= 1
-                    ready = GradReady(param, back.dtype, nbytes, pending[param.name] > 0)
+                else:
+                    nbytes = (back.grad_numel or gives.numel) * self.element_bytes[back.dtype]
+                    pending[gives.name] -= 1
+                    ready = GradReady(gives, back.dtype, nbytes, pending[gives.name] > 0)
                 if not back.alias:
                     ops.append(Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype,  # type: ignore[arg-type]
-                                  back.kernels, tuple(allocs), temp, back.comm, back.event, again=back.again))
+                                  back.kernels, allocs, temp, back.comm, back.event, again=back.again))
                     if beside and back.kind == "collective":
                         _run_beside(ops, beside)
                 if ready:
@@ -351,8 +360,8 @@ class Tape:
                     frees.append(Tensor(source.name, "temporaries", source.nbytes))
             frees += kept
             if frees:
-                _free_after(ops, start, end, frees, node.name)
-            ops.extend(meetings)
+                _free_after(ops, start, end, tuple(frees), node.name)
+            ops += meetings
             if split >= 0:
                 beside = ops[split:]
                 del ops[split:]
@@ -409,11 +418,11 @@ def _run_beside(ops: list[Op | GradReady], beside: list[Op | GradReady]) -> None
     beside.clear()
 
 
-def _free_after(ops: list[Op | GradReady], start: int, end: int, frees: list[Tensor], name: str) -> None:
+def _free_after(ops: list[Op | GradReady], start: int, end: int, frees: tuple[Tensor, ...], name: str) -> None:
     """Attach releases to the last op that a node's backward emitted, ops[start:end], so that they happen when all of it has run."""
     for i in range(end - 1, start - 1, -1):
         op = ops[i]
         if isinstance(op, Op):
-            ops[i] = op.freeing(tuple(frees))
+            ops[i] = op.freeing(frees)
             return
-    ops.insert(end, Op(f"{name}.release", "memory", kernels=0, frees=tuple(frees)))
+    ops.insert(end, Op(f"{name}.release", "memory", kernels=0, frees=frees))

@@ -50,6 +50,8 @@ WHOLE = {
     "bucket.all_reduce": "gradient bucket all-reduced", "bucket.reduce_scatter": "gradient bucket reduce-scattered",
     "ddp.copy_back": "reduced gradients copied back",
     "fsdp.copy_in": "shards copied for the all-gather", "fsdp.copy_out": "gathered parameters copied out", "all_gather": "parameters gathered",
+    "scatter_tokens": "tokens scattered", "gather_logits": "logits gathered on GPU 0", "replicate.flatten": "parameters put together for the broadcast",
+    "reduce.flatten": "gradients put together for their sum", "reduce_gradients": "gradients summed on GPU 0",
     "fsdp.reduce_copy_in": "gradients copied for the reduce-scatter", "reduce_scatter": "gradients reduce-scattered", "all_reduce": "gradients all-reduced",
     "fsdp.shard_grad": "gradient shards kept", "fsdp.accumulate": "gradients added up",
     "batch": "the batch arrives", "receive activation": "its input is received", "receive gradient": "its gradient is received"}

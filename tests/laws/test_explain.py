@@ -18,11 +18,12 @@ SPREAD: tuple[dict[str, Any], ...] = (
     {"tp": 4, "framework": "megatron"}, {"tp": 4, "sequence_parallel": True, "framework": "megatron", "zero": 1}, {"tp": 2, "zero": 3},
     {"tp": 2, "sequence_parallel": True, "zero": 3, "loss_parallel": True}, {"pp": 4, "framework": "megatron", "zero": 1},
     {"pp": 2, "tp": 2, "framework": "megatron", "zero": 1}, {"pp": 4, "zero": 3, "reshard_after_forward": False}, {"dp_shard": 4, "zero": 3},
-    {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "framework": "megatron"}, {"zero": 1}, {"zero": 2}, {"strategy": "hsdp", "dp_shard": 4})
+    {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "framework": "megatron"}, {"zero": 1}, {"zero": 2}, {"strategy": "hsdp", "dp_shard": 4},
+    {"strategy": "dataparallel"}, {"pp": 4, "zero": 3, "schedule": "zbv"})
 
 
 def spread(plan: dict[str, Any]) -> Run:
-    return build_run(model=SHAPE, cluster={"gpus": 16}, plan=plan, recipe={"seq_len": 1024, "grad_accum": 4})
+    return build_run(model=SHAPE, cluster={"gpus": 8 if plan.get("strategy") == "dataparallel" else 16}, plan=plan, recipe={"seq_len": 1024, "grad_accum": 4})
 
 
 def agrees(run: Run) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from costmodel import build_run, predict
 from costmodel.program.ir import expand
-from costmodel.program.schedule import bubble, linear_order, pace, passes
+from costmodel.program.schedule import bubble, linear_order, pace, passes, rounds
 from costmodel.repricing import program_of
 
 SECONDS = st.integers(1, 50).map(float)
@@ -20,7 +20,7 @@ def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, 
     """At a fixed micro-batch and free messages, whatever each stage takes: of every rank, idle time over the whole step."""
     schedule, p, m = shape
     durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
-    ends = [max(pace(linear_order(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)[0]) for n in (m, m + 1)]
+    ends = [max(pace(rounds(schedule, p, 1, n), p, n, durations, durations, durations, 0.0)[0]) for n in (m, m + 1)]
     for rank in range(p):
         work = durations[2 * rank] + durations[2 * rank + 1]
         fewer, more = ((end - n * work) / end for end, n in zip(ends, (m, m + 1), strict=True))
@@ -31,9 +31,23 @@ def test_more_micro_batches_never_raise_the_bubble_share(shape: tuple[str, int, 
 def test_a_pipeline_takes_at_least_the_work_of_its_slowest_rank_and_a_pass_through_all(shape: tuple[str, int, int], data: st.DataObject) -> None:
     schedule, p, m = shape
     durations = data.draw(st.lists(SECONDS, min_size=2 * p, max_size=2 * p))
-    end = max(pace(linear_order(schedule, p, 1, m), p, m, durations, durations, durations, 0.0)[0])
+    end = max(pace(rounds(schedule, p, 1, m), p, m, durations, durations, durations, 0.0)[0])
     slowest = max(durations[2 * r] + durations[2 * r + 1] for r in range(p))
     assert max(m * slowest, sum(durations)) <= end <= m * sum(durations)
+
+
+@given(st.tuples(st.sampled_from([("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]), st.integers(2, 6), st.sampled_from([1, 4, 12, 48])),
+       st.sampled_from([0.0, 1e-3, 0.7, 9.0]), st.data())
+def test_rounds_that_are_skipped_end_as_those_that_are_walked(shape: tuple[tuple[str, int], int, int], transfer: float, data: st.DataObject) -> None:
+    """With equal and unequal stages, short and long messages; the first and the last micro-batch take another time."""
+    (schedule, v), p, m = shape
+    m = m if schedule != "interleaved" else p * m
+    seconds = st.lists(st.one_of(SECONDS, st.floats(0.1, 9.0), st.just(2.0)), min_size=2 * p * v, max_size=2 * p * v)
+    middle, first, last = (data.draw(seconds) for _ in range(3))
+    if data.draw(st.booleans()):
+        middle = [middle[0], middle[1]] * (p * v)
+    walked, skipped = (pace(rounds(schedule, p, v, m), p, m, middle, first, last, transfer, every=every)[0] for every in (True, False))
+    assert skipped == pytest.approx(walked, rel=1e-12)
 
 
 @given(st.integers(1, 8), st.integers(1, 3), st.tuples(SECONDS, SECONDS, SECONDS))
@@ -64,7 +78,7 @@ def test_a_split_pipeline_takes_at_least_the_work_of_its_slowest_rank(schedule: 
     what = passes(schedule, p * v)
     durations = data.draw(st.lists(SECONDS, min_size=len(what), max_size=len(what)))
     steps = linear_order(schedule, p, v, m)
-    end = max(pace(steps, p, m, durations, durations, durations, 0.0)[0])
+    end = max(pace(rounds(schedule, p, v, m), p, m, durations, durations, durations, 0.0)[0])
     assert end >= max(sum(durations[s.key] for s in steps if s.rank == r) for r in range(p))
     assert end <= sum(durations[s.key] for s in steps)
 

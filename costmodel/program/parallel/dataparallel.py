@@ -84,7 +84,7 @@ class DataParallel(Strategy):
     def forward_begin(self, micro: str) -> list[Op]:
         """Tokens are scattered, then every parameter is broadcast; small ones are copied together first, on GPU 0."""
         tokens = super().batch()[0].nbytes
-        ops = [collective(AXIS, "scatter", self.n, tokens * self.n, self.recipe.token_dtype, name="scatter tokens")]
+        ops = [collective(AXIS, "scatter", self.n, tokens * self.n, self.recipe.token_dtype, name="scatter_tokens")]
         for chunk in self.broadcasts:
             total = sum(chunk)
             flat = Tensor("broadcast chunk", "communication", total)
@@ -92,7 +92,7 @@ class DataParallel(Strategy):
             if together:
                 ops.append(Op("replicate.flatten", "memory", nbytes=2.0 * total, dtype=self.replica, allocs=(flat,)))
             copy = () if self.main else (Tensor("replica", "parameters", total),)
-            ops.append(collective(AXIS, "broadcast", self.n, total, self.replica, name="broadcast parameters", allocs=copy, frees=(flat,) if together else ()))
+            ops.append(collective(AXIS, "broadcast", self.n, total, self.replica, name="broadcast_parameters", allocs=copy, frees=(flat,) if together else ()))
         return ops
 
     def forward_end(self, micro: str) -> list[Op]:
@@ -135,7 +135,7 @@ class DataParallel(Strategy):
             flat = Tensor("reduce chunk", "communication", total)
             result = Tensor("summed gradients", "gradients" if micro in (ONLY, FIRST) else "temporaries", total)
             ops.append(Op("reduce.flatten", "memory", nbytes=2.0 * total, dtype=self.replica, allocs=(flat,)))
-            ops.append(collective(AXIS, "reduce", self.n, total, self.replica, name="reduce gradients", allocs=(result,) if self.main else (), frees=(flat,)))
+            ops.append(collective(AXIS, "reduce", self.n, total, self.replica, name="reduce_gradients", allocs=(result,) if self.main else (), frees=(flat,)))
         ops.append(Op("reduce.release", "host", kernels=0, frees=(own,)))
         if self.main and micro not in (ONLY, FIRST):
             whole = float(sum(self.sizes))

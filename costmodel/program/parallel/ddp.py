@@ -68,25 +68,26 @@ class Buckets:
         while len(filled) < layers:
             if seen is not None and self._fill.state in seen:
                 period = filled[seen[self._fill.state]:]
-                for _ in range((layers - len(filled)) // len(period)):
-                    filled += period
-                    self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()]
+                more = (layers - len(filled)) // len(period)
+                filled += period * more
+                self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()] * more
                 seen = None
                 continue
             if seen is not None:
                 seen[self._fill.state] = len(filled)
             filled.append(self._fill.unit(layer))
-        for i, flushes in enumerate(filled):
-            self.flush[LAYER, layers - 1 - i] = flushes
+        filled.reverse()
+        self.flush |= {(LAYER, i): flushes for i, flushes in enumerate(filled)}
         embedding = walk(inventory.embedding.params)
         self.flush[EMBEDDING, 0] = self._fill.unit(embedding)
         rest = self._fill.rest()
         if rest and embedding:
             self.flush[EMBEDDING, 0][max(embedding, key=lambda p: p[2])[0]] = rest
         elif rest and layer and layers:
-            self.flush[LAYER, 0] = {**self.flush[LAYER, 0], max(layer, key=lambda p: p[2])[0]: rest}
+            filled[0] = self.flush[LAYER, 0] = {**filled[0], max(layer, key=lambda p: p[2])[0]: rest}
         self.sizes = self._fill.sizes
-        self.layers = [tuple(self.flush[LAYER, i].items()) for i in range(inventory.layers)]
+        keys = {i: tuple(flushes.items()) for i, flushes in dict(zip(map(id, filled), filled, strict=True)).items()}
+        self.layers = [keys[i] for i in map(id, filled)]
         """What completes in each layer: a key that is equal for layers that send alike."""
 
 

@@ -4,11 +4,17 @@ Stages 1 and 2 keep the parameters in one flat buffer, padded to a multiple of 2
 own, also where the parameters are fp32. Gradients are copied into a flat bucket of reduce_bucket_size elements, which exists from the first
 gradient of a backward to its end, however small the model; a gradient that does not fit first sends what is there. Stage 1 keeps whole
 gradients until the last micro-batch's backward is over and only then reduces, unless overlap_comm is on; stage 2 reduces while each backward
-runs; both call their collectives without async_op, on a GPU on a stream of their own where overlap_comm is on. A bucket that spans the slices of
-several ranks is flattened anew and all-reduced; each rank keeps the gradients of all parameters that touch its slice, whole, until the step. The step
-sends a flag of overflow (16-bit parameters) and a norm, flattens its slice of the gradients, makes fp32 of it, updates, and gathers the parameters in
+runs; neither call is asynchronous: overlap_comm gives them a stream of their own on a GPU. A bucket that spans the slices of several ranks is
+flattened anew and all-reduced; each rank keeps the gradients of all parameters that touch its slice, whole, until the step. The step sends a
+flag of overflow (16-bit parameters) and a norm, flattens its slice of the gradients, makes fp32 of it, updates, and gathers the parameters in
 one piece: 3Ψ with the all-reduce. Nothing of a gradient outlives it.
-Stage 3 also gathers each layer before use: 3Ψ per micro-batch; its bucket and its slice of the gradients exist from the start.
+
+Stage 3 slices each parameter by itself, and gathers it before use: 3Ψ per micro-batch where it was released in between, 2Ψ where all is used
+again within stage3_max_reuse_distance. Parameters of at most 100,000 elements are whole, and gathered one by one after the update. A gather
+fills one buffer, out of which each parameter is copied; a model within stage3_prefetch_bucket_size is gathered at once, and the buffer goes
+when the last of it is used; of a larger one gathers are counted layer by layer, where DeepSpeed cuts them at its prefetch bucket (the same
+bytes in other pieces). Its bucket and its slice of the gradients exist from the start.
+
 Sources: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, config.py (defaults), utils.py (all_gather_dp_groups) of 0.19.8;
 arXiv 1910.02054 Table 1. Checked against DeepSpeed itself in tests/execute/test_deepspeed.py.
 """

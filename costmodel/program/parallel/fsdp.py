@@ -149,7 +149,7 @@ class FSDP(Strategy):
         rest: list[object] = ["middle"] * (self.inventory.layers - 1)
         if phase == "backward" and rest:
             rest[-1] = "last"
-        return ["first" if rest else "only", *rest]
+        return ["first" if rest else "only", *rest][:self.inventory.layers]
 
     def gradient_key(self, micro: str, variant: object) -> object:
         return self.name
