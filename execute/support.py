@@ -161,6 +161,8 @@ def _fp8(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.precision", r.name, "execute performs fp8 for the compute of linear layers alone.", "Use precision = fp8.")
     if r.fp8_recipe not in ("tensorwise", "rowwise"):
         yield PlanError("recipe.precision.fp8_recipe", r.fp8_recipe, "execute scales by tensors, or by rows.", "Use tensorwise or rowwise.")
+    if r.fp8_parameters:
+        yield PlanError("recipe.precision.fp8_parameters", True, "PyTorch's parameters are in 16 bits or more.", "Use fp8_parameters = false.")
     if r.fp8_gather:
         yield PlanError("recipe.precision.fp8_gather", True, "execute gathers in 16 bits.", "Use fp8_gather = false.")
     if p.framework != "pytorch" or p.tp * p.pp * p.cp > 1 or run.model.moe is not None:

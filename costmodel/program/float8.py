@@ -95,7 +95,10 @@ def refusals(run: Run) -> Iterator[PlanError]:
     known = RECIPES.get(p.framework, ())
     architecture = run.cluster.accelerator.architecture
     for on, field, value, rule, fix in (
-            (r.compute != "fp8", "recipe.precision.fp8_gather", True, "only fp8 layers have fp8 weights to gather.", "Use fp8_gather = false."),
+            (r.compute != "fp8", "recipe.precision", r.name, "only fp8 layers have fp8 weights to gather or to keep.",
+             "Use precision = fp8, or neither fp8_gather nor fp8_parameters."),
+            (r.fp8_parameters and (p.framework != "megatron" or p.ep > 1), "recipe.precision.fp8_parameters", True,
+             "parameters in fp8 outside Megatron, or spread by experts: not predicted yet.", "Use fp8_parameters = false."),
             (run.model.moe is not None and p.framework != "megatron", "recipe.precision", r.name, "fp8 experts outside Megatron: not predicted yet.",
              "Use bf16-mixed, or framework = megatron."),
             (not known, "recipe.precision", r.name, "fp8 in this dialect: not predicted yet.", "Use framework = pytorch or megatron."),
