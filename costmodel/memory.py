@@ -4,7 +4,6 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from operator import add
 from typing import NamedTuple
 
 from costmodel.program.ir import Block, Op, Part, RankProgram, Tensor, expand, fold
@@ -20,7 +19,7 @@ OFFSET = sum(EMPTY << lane for lane in LANE.values())
 LANES = struct.Struct(f"<{len(PACKED)}Q")
 POOLS = ("", "gather", "reduce")
 POOL_INDEX = {pool: i for i, pool in enumerate(POOLS)}
-Pools = tuple[int, ...]
+Pools = tuple[int, int, int]
 
 
 def by_category(packed: int) -> dict[str, int]:
@@ -95,7 +94,7 @@ def _read_pools(block: Block) -> tuple[Pools, Pools]:
             peaks[p] = max(peaks[p], pools[p])
         for t in op.frees:
             pools[POOL_INDEX[t.pool]] -= t.nbytes
-    return tuple(pools), tuple(peaks)
+    return (pools[0], pools[1], pools[2]), (peaks[0], peaks[1], peaks[2])
 
 
 def chain(start: Reading, parts: Iterable[tuple[Reading, int]]) -> Reading:
@@ -121,9 +120,12 @@ def chain(start: Reading, parts: Iterable[tuple[Reading, int]]) -> Reading:
 
 
 def _chain_pools(a: tuple[Pools, Pools], b: tuple[Pools, Pools], n: int) -> tuple[Pools, Pools]:
-    (live, highest), (more, above) = a, b
-    first, last = map(add, live, above), [x + (n - 1) * y + z for x, y, z in zip(live, more, above, strict=True)]
-    return tuple([x + n * y for x, y in zip(live, more, strict=True)]), tuple(map(max, highest, first, last))
+    """The same of each allocator pool."""
+    (main, gather, reduce), (p, q, r) = a
+    (main_1, gather_1, reduce_1), (p_1, q_1, r_1) = b
+    more = max(0, main_1 * (n - 1)), max(0, gather_1 * (n - 1)), max(0, reduce_1 * (n - 1))
+    return ((main + n * main_1, gather + n * gather_1, reduce + n * reduce_1),
+            (max(p, main + more[0] + p_1), max(q, gather + more[1] + q_1), max(r, reduce + more[2] + r_1)))
 
 
 def read(part: Part, memo: dict[int, Reading]) -> Reading:
@@ -163,8 +165,8 @@ def _phases(start: Reading, step: Part, memo: dict[int, Reading]) -> tuple[Readi
     higher = update if update.peak > passes.peak else passes
     pools = None
     if passes.pools or update.pools:
-        end, highest = pools_of(update)
-        pools = end, tuple(map(max, pools_of(passes)[1], highest))
+        (p, q, r), (end, highest) = pools_of(passes)[1], pools_of(update)
+        pools = end, (max(p, highest[0]), max(q, highest[1]), max(r, highest[2]))
     whole = Reading(update.net, update.total, higher.peak, higher.at_peak, higher.moment, update.held, max(passes.activations, update.activations), pools)
     return whole, passes, update
 

@@ -103,7 +103,8 @@ def _nccl_bytes(run: Run, profile: Profile) -> int:
     sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.ep > 1 else 1) if n > 1]
     if not sizes:
         return 0
-    peers = min(p.ep, run.cluster.gpus_in_node) - 1
+    node, sharing = run.cluster.gpus_in_node, p.cp if p.cp_kind == "ulysses" else 1
+    peers = min(p.ep, node) - 1 + min(sharing, max(1, node // p.tp)) - 1
     exchange = peers / MEASURED_PEERS * profile.get("memory.nccl_all_to_all_bytes", 0.0)
     first = "nccl_multi_node_bytes" if run.cluster.nodes > 1 else "nccl_pair_bytes" if run.cluster.gpus == 2 else "nccl_node_bytes"
     return int(profile.value(f"memory.{first}") + (len(sizes) - 1) * profile.value("memory.nccl_next_bytes") + exchange)

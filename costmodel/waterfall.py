@@ -11,6 +11,7 @@ from typing import Any
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.compute import matmul_rates
 from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, REPLICA_AXIS
+from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.schedule import bubble
 from costmodel.report import RoleReport, StepReport, TimeReport
 from costmodel.spec import PlanError, Run
@@ -20,6 +21,7 @@ MEANINGS = {
     IDEAL: "what the model needs, at the dense peak of the data sheet",
     "matmul rate": "matmuls: the rate a GPU sustains is below its data sheet",
     "matmul shapes": "matmuls: tiles, small dims, bytes and launches of these shapes",
+    "rows of experts": "rows that experts compute beyond k of each token: empty slots, rounding",
     "attention kernel": "attention kernels below the peak",
     "attention counted": "attention FLOPs that run, less those counted: MFU counts the causal half that kernels skip",
     "memory-bound": "norms, activations, residuals, casts, loss: bytes, not FLOPs",
@@ -129,8 +131,10 @@ def seconds_by_cause(run: Run, report: StepReport, profile: Profile | str | None
     sustained = matmul_rates(run.cluster.accelerator, constants, run.recipe.precision)[run.recipe.precision.compute]
     idle = mean.pop("bubble", 0.0)
     scheduled = min(idle, _schedule_bubble(run, timed))
+    padded = _padded_flops(run)
     out = {IDEAL: ideal, "matmul rate": matmul / sustained - matmul / peak, "matmul shapes": mean.pop("matmul", 0.0) - matmul / sustained,
-           "attention kernel": mean.pop("attention", 0.0) - attention / peak, "attention counted": (matmul + attention) / peak - ideal}
+           "rows of experts": padded / peak, "attention kernel": mean.pop("attention", 0.0) - attention / peak,
+           "attention counted": (matmul - padded + attention) / peak - ideal}
     exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EXPERT_AXIS, REPLICA_AXIS, EMBEDDING_AXIS)]
     mean |= {"bubble": scheduled, "uneven ranks": idle - scheduled + step - _over_ranks(timed, [t.step_s for _, t in timed])}
     names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "slow rank", "fixed"]
@@ -158,6 +162,18 @@ def _mean(timed: Timed) -> dict[str, float]:
 def _mean_flops(timed: Timed) -> dict[str, float]:
     names = dict.fromkeys(name for _, time in timed for name in time.flops or {})
     return {name: _over_ranks(timed, [(time.flops or {}).get(name, 0.0) for _, time in timed]) for name in names}
+
+
+def _padded_flops(run: Run) -> float:
+    """FLOPs of a step of the mean rank on rows that are no token's: experts' slots that stay empty, shares rounded up."""
+    m, r, p = run.model, run.recipe, run.plan
+    if m.moe is None:
+        return 0.0
+    routed = r.micro_batch * (r.seq_len // p.cp) // p.tp * m.moe.top_k
+    busiest, others = (ExpertParallel(run, busiest=which).received(routed) for which in (True, False))
+    rows = (busiest + (p.ep - 1) * others) / p.ep if p.pp == 1 and r.moe_imbalance > 1 else busiest
+    matrices = 3 if m.gated else 2
+    return 6.0 * (rows - routed) * matrices * m.hidden * m.moe.expert_ffn * m.layers / p.pp * run.micro_batches
 
 
 def _schedule_bubble(run: Run, timed: Timed) -> float:

@@ -170,10 +170,11 @@ def _matmul_precision(recipe: Recipe) -> Iterator[None]:
 
 
 def performed_elsewhere(run: Run, device: Device) -> tuple[str, ...]:
-    """A note, where a run that describes a GPU was performed on a CPU, or the other way round."""
+    """A note, where a run that describes a GPU was performed on a CPU, or the other way round, or on another model."""
     described, here = run.cluster.accelerator.kernel_table, "cpu" if device.name == "cpu" else "cuda"
     if described == here:
-        return ()
+        other = f"The run describes {run.cluster.accelerator.name}, and was performed on {_own_name(device)}, whose peak is another: there is no MFU."
+        return () if is_described(run, device) else (other,)
     return (f"The run describes {run.cluster.accelerator.name}, and was performed on a {'CPU' if here == 'cpu' else 'GPU'}: "
             "kernels, and what they keep for backward, are those of the device it was performed on.",)
 
@@ -186,6 +187,11 @@ def catalogue_name(device: Device) -> str | None:
         return accelerator(torch.cuda.get_device_name(torch.device(device.name))).name
     except PlanError:
         return None
+
+
+def _own_name(device: Device) -> str:
+    """As the device calls itself."""
+    return cpu_name() if device.name == "cpu" else str(torch.cuda.get_device_name(torch.device(device.name)))
 
 
 def is_described(run: Run, device: Device) -> bool:

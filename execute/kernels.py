@@ -123,9 +123,9 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
 
 def cuda_flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Its backward; without dropout nobody reads the state of the random numbers."""
-    unread = q.new_empty(2, dtype=torch.int64)
+    seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     return aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
-                                                             unread, unread)
+                                                             seed, offset)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from costmodel.spec import PlanError, Run
+from costmodel.spec.run import BEFORE_AMPERE
 
 Mode = Literal["dryrun", "solo", "run"]
 """On fake tensors; one rank on a real device; the real job under torchrun."""
@@ -160,6 +161,8 @@ def _fp8(run: Run) -> Iterator[PlanError]:
         yield PlanError("recipe.precision", r.name, "execute performs fp8 for the compute of linear layers alone.", "Use precision = fp8.")
     if r.fp8_recipe not in ("tensorwise", "rowwise"):
         yield PlanError("recipe.precision.fp8_recipe", r.fp8_recipe, "execute scales by tensors, or by rows.", "Use tensorwise or rowwise.")
+    if r.fp8_parameters:
+        yield PlanError("recipe.precision.fp8_parameters", True, "PyTorch's parameters are in 16 bits or more.", "Use fp8_parameters = false.")
     if r.fp8_gather:
         yield PlanError("recipe.precision.fp8_gather", True, "execute gathers in 16 bits.", "Use fp8_gather = false.")
     if p.framework != "pytorch" or p.tp * p.pp * p.cp > 1 or run.model.moe is not None:
@@ -224,7 +227,11 @@ def _context(run: Run) -> Iterator[PlanError]:
         return
     if r.dropout:
         yield PlanError("recipe.dropout", r.dropout, f"execute has no dropout in {p.cp_kind} attention.", "Use dropout = 0, or cp_kind = ulysses.")
-    on_gpu = run.cluster.accelerator.kernel_table == "cuda"
+    acc, head_dim = run.cluster.accelerator, run.model.head_dim
+    on_gpu = acc.kernel_table == "cuda"
+    if on_gpu and (acc.architecture in BEFORE_AMPERE or head_dim % 8 or head_dim > 256):
+        yield PlanError("plan.cp_kind", p.cp_kind, "its flash kernel takes heads of a multiple of 8 up to 256, on Ampere or newer: not those of "
+                        f"{head_dim} on {acc.name}.", "Use cp_kind = ulysses.")
     if r.attention not in ("sdpa", "fa2") or on_gpu and r.precision.compute not in ("bf16", "fp16"):
         yield PlanError("recipe.attention", r.attention, f"{p.cp_kind} attention is performed with flash kernels, of 16-bit tensors on GPUs.",
                         "Use attention = sdpa and a bf16 precision, or cp_kind = ulysses.")

@@ -126,7 +126,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
              "Use compile = true with it.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
-    if r.precision.compute == "fp8" or r.precision.fp8_gather:
+    if r.precision.compute == "fp8" or r.precision.fp8_gather or r.precision.fp8_parameters:
         yield from float8.refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)

@@ -34,6 +34,7 @@ EAGER_KERNELS = 9
 """Of one cast: magnitude, largest, four on the scale, product, clamp, cast."""
 RECIPES = {"pytorch": ("tensorwise", "rowwise", "mxfp8", "delayed"), "nanochat": ("tensorwise", "rowwise"),
            "megatron": ("tensorwise", "delayed", "blockwise", "mxfp8")}
+WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved", "naive")
 BLACKWELL = ("blackwell", "blackwell_ultra")
 
 
@@ -95,7 +96,12 @@ def refusals(run: Run) -> Iterator[PlanError]:
     known = RECIPES.get(p.framework, ())
     architecture = run.cluster.accelerator.architecture
     for on, field, value, rule, fix in (
-            (r.compute != "fp8", "recipe.precision.fp8_gather", True, "only fp8 layers have fp8 weights to gather.", "Use fp8_gather = false."),
+            (r.compute != "fp8", "recipe.precision", r.name, "only fp8 layers have fp8 weights to gather or to keep.",
+             "Use precision = fp8, or neither fp8_gather nor fp8_parameters."),
+            (r.fp8_parameters and (p.framework != "megatron" or p.ep > 1), "recipe.precision.fp8_parameters", True,
+             "parameters in fp8 outside Megatron, or spread by experts: not predicted yet.", "Use fp8_parameters = false."),
+            (p.pp > 1 and p.schedule not in WHOLE_BACKWARD, "plan.schedule", p.schedule, "fp8 where backward runs in two halves: not predicted yet.",
+             f"Use {', '.join(WHOLE_BACKWARD)}."),
             (run.model.moe is not None and p.framework != "megatron", "recipe.precision", r.name, "fp8 experts outside Megatron: not predicted yet.",
              "Use bf16-mixed, or framework = megatron."),
             (not known, "recipe.precision", r.name, "fp8 in this dialect: not predicted yet.", "Use framework = pytorch or megatron."),

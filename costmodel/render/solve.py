@@ -98,8 +98,10 @@ def render_plans(title: str, plans: Plans, top: int, page: Page, uses: Sequence[
         page.line("No plan of these GPUs fits." if not plans.stopped else "No plan that fits was found before the search was stopped.", "red", "  ")
     wide = page.width >= 100
     if shown:
-        header = ["tp", "pp", "dp", "ZeRO", "sp", "recompute", "batch", "needs", "step", "tokens/s", "MFU", *(["most of it"] if wide else [])]
-        page.table(header, [_plan_row(c, wide) for c in shown], ">>>><<>>>>>" + ("<" if wide else ""))
+        experts = any(c.run.plan.ep > 1 for c in shown)
+        header = ["tp", "pp", "dp", *(["ep"] if experts else []), "ZeRO", "sp", "recompute", "batch", "needs", "step", "tokens/s", "MFU",
+                  *(["most of it"] if wide else [])]
+        page.table(header, [_plan_row(c, wide, experts) for c in shown], (">" if experts else "") + ">>>><<>>>>>" + ("<" if wide else ""))
         page.line()
         page.line("batch: micro-batch x accumulation; needs: device total of the fullest rank", "dim", "  ")
     page.line()
@@ -111,11 +113,11 @@ def render_plans(title: str, plans: Plans, top: int, page: Page, uses: Sequence[
     return str(page)
 
 
-def _plan_row(c: Choice, wide: bool) -> list[str]:
+def _plan_row(c: Choice, wide: bool, experts: bool) -> list[str]:
     p, memory = c.run.plan, worst(c.report).memory
     assert memory is not None
     dp = f"{p.dp_replicate}x{p.dp_shard}" if p.dp_replicate > 1 and p.dp_shard > 1 else str(p.dp)
-    row = [str(p.tp), str(p.pp), dp, str(p.zero), "yes" if p.sequence_parallel else "-", checkpointing(p),
+    row = [str(p.tp), str(p.pp), dp, *([str(p.ep)] if experts else []), str(p.zero), "yes" if p.sequence_parallel else "-", checkpointing(p),
            f"{c.run.recipe.micro_batch} x {c.run.recipe.grad_accum}", size(held_bytes(memory)), duration(c.report.step_s), count(c.report.tokens_per_s),
            share(c.report.mfu)]
     return [*row, _most(c.report)] if wide else row

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from costmodel.catalog.profiles import Profile
@@ -66,6 +67,7 @@ class Shape(NamedTuple):
     tp: int
     pp: int
     sequence_parallel: bool
+    ep: int = 1
 
 
 def plans(run: Run, profile: Profile | str | None = None, *, risky: bool = False, most: int = MOST, watch: Watch | None = None) -> Plans:
@@ -75,7 +77,7 @@ def plans(run: Run, profile: Profile | str | None = None, *, risky: bool = False
     found so far is returned.
     """
     trials = Trials(run, profile, keep="global_batch", watch=watch)
-    shapes = sorted(_shapes(run), key=lambda s: (s.tp * s.pp, s.pp, s.sequence_parallel, s.zero))
+    shapes = sorted(_shapes(run), key=lambda s: (s.tp * s.pp, s.pp, s.sequence_parallel, s.zero, s.ep))
     kinds = _kinds(run)
     batches = {shape: _micro_batches(run, shape) for shape in shapes}
     total = sum(len(kinds) * max(1, len(batches[s])) for s in shapes)
@@ -86,7 +88,7 @@ def plans(run: Run, profile: Profile | str | None = None, *, risky: bool = False
         if trials.done >= most:
             raise Stopped
         changes = _changes(run, shape, kind, micro_batch)
-        words = f"tp {shape.tp}, pp {shape.pp}, ZeRO-{shape.zero}, micro-batch {micro_batch}"
+        words = f"tp {shape.tp}, pp {shape.pp}, {f'ep {shape.ep}, ' if shape.ep > 1 else ''}ZeRO-{shape.zero}, micro-batch {micro_batch}"
         trial = trials.attempt(changes, words, done=count.total(), of=total)
         if trial.run is None or trial.report is None:
             return "refused" if trial.refusal and trial.refusal.field in OF_THE_BATCH else "impossible"
@@ -158,7 +160,18 @@ def _shapes(run: Run) -> Iterator[Shape]:
                     shards.add(node)
                 for dp_shard in sorted(shards):
                     for sequence_parallel in (False, True)[:1 + (tp > 1)]:
-                        yield Shape(zero, dp_shard, dp, tp, pp, sequence_parallel)
+                        for ep in _expert_degrees(run, zero, dp_shard if zero else dp, tp, pp):
+                            yield Shape(zero, dp_shard, dp, tp, pp, sequence_parallel, ep)
+
+
+def _expert_degrees(run: Run, zero: int, shards: int, tp: int, pp: int) -> Iterator[int]:
+    """Expert-parallel degrees to try: 1, the run's own, and the powers of two that divide the experts and the ranks they can be spread over."""
+    moe, p = run.model.moe, run.plan
+    ranks = shards * p.cp
+    if moe is None or (p.framework != "megatron" and (zero != 3 or tp * pp * p.cp > 1)):
+        ranks = 1
+    most = gcd(ranks, moe.experts) if moe else 1
+    yield from sorted({1, *(1 << i for i in range(most.bit_length()) if most % (1 << i) == 0), *([p.ep] if most % p.ep == 0 else [])})
 
 
 def _micro_batches(run: Run, shape: Shape) -> list[int]:
@@ -173,12 +186,12 @@ def _micro_batches(run: Run, shape: Shape) -> list[int]:
 def _changes(run: Run, shape: Shape, kind: str | None, micro_batch: int) -> dict[str, Any]:
     """The fields by which a candidate differs from the run."""
     p = run.plan
-    wanted: dict[str, Any] = {"plan.zero": shape.zero, "plan.tp": shape.tp, "plan.pp": shape.pp, "recipe.micro_batch": micro_batch}
+    wanted: dict[str, Any] = {"plan.zero": shape.zero, "plan.tp": shape.tp, "plan.pp": shape.pp, "plan.ep": shape.ep, "recipe.micro_batch": micro_batch}
     if shape.tp > 1:
         wanted["plan.sequence_parallel"] = shape.sequence_parallel
     if kind is not None and p.checkpointing != checkpointing_word(kind):
         wanted["plan.checkpointing"] = kind
-    now: dict[str, Any] = {"plan.zero": p.zero, "plan.tp": p.tp, "plan.pp": p.pp, "plan.sequence_parallel": p.sequence_parallel,
+    now: dict[str, Any] = {"plan.zero": p.zero, "plan.tp": p.tp, "plan.pp": p.pp, "plan.ep": p.ep, "plan.sequence_parallel": p.sequence_parallel,
                            "recipe.micro_batch": run.recipe.micro_batch}
     changes = {field: value for field, value in wanted.items() if field not in now or now[field] != value}
     if shape.zero == 3 and (shape.dp_shard != shape.dp or p.dp_replicate > 1 and p.zero == 3):

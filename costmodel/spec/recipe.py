@@ -33,6 +33,8 @@ class Precision(Spec):
     """How fp8 operands are scaled: by a tensor's largest magnitude, by that of earlier steps, by rows and columns, or by blocks."""
     fp8_gather: bool = False
     """FSDP2 gathers the weights of fp8 layers in fp8."""
+    fp8_parameters: bool = False
+    """Megatron keeps the weights of fp8 layers in fp8 alone (fp8-param-gather), beside the optimizer's master copy."""
 
 
 class OptimizerSpec(Spec):

@@ -38,10 +38,10 @@ def learning(model: str, grad_accum: int, optimizer: str) -> dict[str, Any]:
 
 
 LEARN = {f"stage {stage}, {model}, {m} micro-batches, {optimizer}": (stage, model, m, optimizer)
-         for stage in (1, 2, 3) for model, m, optimizer in (("llama", 1, "sgd"), ("llama", 2, "adamw"), ("llama", 2, "sgd"), ("gpt", 2, "sgd"))}
+         for stage in (1, 2, 3) for model, m, optimizer in (("llama", 1, "sgd"), ("llama", 2, "adamw"), ("gpt", 2, "sgd"))}
 HOLD = {f"stage {stage}, {precision}, {buckets}, {m} micro-batches": run_of(
             stage, recipe={"precision": precision, "grad_accum": m, "optimizer": "adamw:foreach"}, **(SMALL_BUCKET if buckets == "small buckets" else {}))
-        for stage in (1, 2, 3) for precision in ("fp32", "bf16-mixed") for buckets, m in (("one bucket", 1), ("small buckets", 2))}
+        for stage in (1, 2, 3) for precision, buckets, m in (("fp32", "small buckets", 2), ("bf16-mixed", "one bucket", 1), ("bf16-mixed", "small buckets", 2))}
 HOLD["stage 2, fp32 gradients"] = run_of(2, recipe={"precision": {"base": "bf16-mixed", "gradient": "fp32"}}, **SMALL_BUCKET)
 HOLD["stage 1, overlapping"] = run_of(1, recipe={"precision": "bf16-mixed", "grad_accum": 2}, overlap_grad_reduce=True, **SMALL_BUCKET)
 HOLD["stage 2, unclipped"] = run_of(2, recipe={"precision": "bf16-mixed", "clip_norm": 0.0})

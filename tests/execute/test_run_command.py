@@ -64,6 +64,7 @@ def test_a_job_is_timed_watched_and_recorded(start: Callable[..., Running]) -> N
         assert sum(s or 0.0 for s in took) >= time.communication_s["dp_shard"] * (1 - 1e-9), "one after the other they are no shorter than together"
     tokens, matrices, head = 2 * 16, 4 * 32 * 32 + 3 * 32 * 64, 32 * 64
     assert report.model_flops == tokens * (6 * (matrices + head) + 12 * 2 * 16 * 16)
+    assert (report.mfu is None) is any(note.endswith("there is no MFU.") for note in report.notes), "on another CPU than the run's"
     names = {e.get("name") for e in load_trace(running.folder / "trace.json")["traceEvents"]}
     assert {"step", "forward", "backward", "optimizer", "aten::mm", "gloo:all_reduce", "gloo:broadcast"} <= names
     assert running.left() == []

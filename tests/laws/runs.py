@@ -43,6 +43,14 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def mixtures(draw: st.DrawFn) -> dict[str, Any]:
+    """The experts of a small mixture of experts."""
+    experts = draw(st.sampled_from([1, 4, 6, 8]))
+    return {"experts": experts, "top_k": draw(st.integers(1, min(3, experts))), "expert_ffn": draw(st.integers(1, 90)),
+            **draw(st.sampled_from([{}, {"shared_experts": 1, "shared_ffn": 30}])), "router_bias": draw(st.booleans())}
+
+
+@st.composite
 def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
     """A plan of any dialect over so many GPUs; FSDP may replicate, DDP may accumulate without reducing."""
     framework, zero = draw(st.sampled_from(DIALECTS))
@@ -83,6 +91,13 @@ def inputs(draw: st.DrawFn, gpus: st.SearchStrategy[int] = GPUS) -> dict[str, An
     count = draw(gpus)
     gpu = draw(st.sampled_from(["h100", "a100", "v100", "cpu_xeon_2core"] if count == 1 else ["h100", "a100", "v100"]))
     model, plan, recipe = draw(models()), draw(plans(count)), draw(recipes(gpu))
+    if draw(st.sampled_from([False, False, True])):
+        model["moe"] = draw(mixtures())
+        degrees = [n for n in (1, 2, 4) if count % n == 0 and model["moe"]["experts"] % n == 0]
+        plan["ep"], recipe["moe_imbalance"] = draw(st.sampled_from(degrees)), draw(st.sampled_from([1.0, 1.5]))
+        if plan["framework"] == "megatron":
+            plan |= {"ep_dispatcher": draw(st.sampled_from(["alltoall", "allgather", "flex"])), "ep_overlap": draw(st.booleans())}
+        recipe["moe_capacity_factor"] = draw(st.sampled_from([None, None, 1.25]))
     in_place = plan["framework"] == "pytorch" and plan["zero"] < 2 and not plan["gradient_as_bucket_view"]  # test_known.py
     recipe["zero_set_to_none"] = not in_place or draw(st.booleans())
     if plan["framework"] == "nanochat":

@@ -180,3 +180,13 @@ def test_what_is_never_possible_is_refused() -> None:
         largest(build_run(model="deepseek-v2-lite", cluster={"gpus": 8}), "micro_batch")
     with pytest.raises(PlanError, match="not sought"):
         largest(build_run(**LLAMA), "heads")  # type: ignore[arg-type]
+
+
+def test_plans_of_a_mixture_of_experts_spread_the_experts_as_well() -> None:
+    """Degrees that divide 8 experts and the data-parallel ranks; each is a plan of its own; PyTorch spreads them under FSDP alone."""
+    moe = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 2048, "vocab": 1024, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 2048}}
+    run = build_run(model=moe, cluster={"gpus": 4, "gpu": "h100"}, plan={"zero": 3}, recipe={"seq_len": 1024, "global_batch": 8})
+    found = plans(run).best
+    degrees = {c.run.plan.ep for c in found if c.run.plan.zero == 3 and c.run.plan.pp == 1}
+    assert degrees == {1, 2, 4}
+    assert all(c.run.plan.ep == 1 for c in found if c.run.plan.zero != 3 or c.run.plan.pp > 1)

@@ -107,3 +107,12 @@ def test_every_rank_of_a_pipeline_has_a_timeline_within_the_step(plan: dict[str,
         assert all(a.end_s <= b.start_s + CLOSE for a, b in pairwise(found.spans))
         worked = sum(s.end_s - s.start_s for s in found.spans)
         assert found.busy_s - worked >= (role.time.bubble_s or 0.0) - 1e-9, "idle, or waiting for what the last backward sends"
+
+
+def test_a_router_holds_compute_up_until_the_host_has_read_it() -> None:
+    """Megatron's dispatcher: the host comes to where compute is, and compute waits while it reads which rows go where."""
+    run = build_run(model="mixtral-8x7b", cluster={"gpu": "h100", "gpus": 8}, plan={"framework": "megatron", "ep": 8}, recipe={"seq_len": 512})
+    found = timeline(run)
+    forward = next(span for span in found.spans if span.phase == "forward")
+    ends = [max(s.end_s for s in found.slices(forward, ops=ops) if s.stream == "compute") for ops in (False, True)]
+    assert ends == pytest.approx([forward.end_s] * 2)

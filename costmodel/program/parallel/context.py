@@ -69,7 +69,7 @@ class ContextParallel:
         if attention not in WITH_LSE:
             yield PlanError("recipe.attention", r.attention, f"{p.cp_kind} attention merges partial outputs by log-sum-exps, and this kernel "
                             f"({attention}) gives none.", "Use a bf16 or fp16 precision with attention = sdpa, or cp_kind = ulysses.")
-        if r.dropout:
+        if r.dropout and p.framework == "pytorch":  # Transformer Engine's steps draw theirs inside the kernels
             yield PlanError("recipe.dropout", r.dropout, f"dropout in {p.cp_kind} attention: not predicted yet.", "Use dropout = 0, or cp_kind = ulysses.")
         if c.mode == "selective" and r.precision.compute in ("fp32", "tf32"):
             yield PlanError("plan.checkpointing", "selective", f"attention alone recomputed, in fp32 under {p.cp_kind} attention: not predicted yet.",

@@ -45,7 +45,8 @@ class MegatronDP(Bucketed):
 
     def persistent(self, role: str) -> list[Tensor]:
         p, inv = self.precision, self.inventory
-        out = [Tensor("parameters", "parameters", nbytes(inv.numel, p.parameter)),
+        cast = inv.cast_weights[0] if p.fp8_parameters else 0
+        out = [Tensor("parameters", "parameters", nbytes(inv.numel - cast, p.parameter)),
                Tensor("gradient buffer", "gradients", nbytes(inv.numel, p.gradient))]
         if p.master:
             out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
@@ -55,7 +56,7 @@ class MegatronDP(Bucketed):
             out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
         if self.numbers.fp8:
             style = float8.style_of(self.run)
-            out.append(Tensor("fp8 weights", "framework", style.layouts * style.stored(inv.cast_weights[0])))
+            out.append(Tensor("fp8 weights", "parameters" if p.fp8_parameters else "framework", style.layouts * style.stored(inv.cast_weights[0])))
         return out
 
     def update(self, role: str) -> Update:
@@ -64,12 +65,14 @@ class MegatronDP(Bucketed):
                       p.optimizer_state, p.parameter if p.master else None, self.steps_on_device)
 
     def begin_step(self, first: bool) -> list[Op]:
-        """The buffer is zeroed, not freed. Transformer Engine casts fp8 weights once a step."""
+        """The buffer is zeroed, not freed. Transformer Engine casts fp8 weights once a step; where they are the parameters and have one scale, each
+        rank casts its slice of the master weights, and of mxfp8 all that it has gathered in 16 bits."""
         total = float(nbytes(self.inventory.numel, self.precision.gradient))
         ops = [Op("zero_grad", "memory", nbytes=total, dtype=self.precision.gradient)]
         if self.numbers.fp8:
             style, (numel, tensors) = float8.style_of(self.run), self.inventory.cast_weights
-            moved = style.cast_bytes(numel, element_bytes(self.precision.parameter))
+            own = self.precision.fp8_parameters and self._gathers_fp8
+            moved = style.cast_bytes(-(-numel // self.shards), 4) if own else style.cast_bytes(numel, element_bytes(self.precision.parameter))
             ops.append(Op("fp8.cast_weights", "memory", nbytes=moved, dtype="fp8", kernels=tensors * style.kernels))
         return ops
 
@@ -132,7 +135,14 @@ class MegatronDP(Bucketed):
         """The all-gather of the updated parameters of one bucket, whose gradients have `size` bytes."""
         p = self.precision
         message = size // element_bytes(p.reduce) * element_bytes(p.parameter)
+        if p.fp8_parameters and self._gathers_fp8:
+            message -= message * self.inventory.cast_weights[0] // self.inventory.numel // element_bytes(p.parameter)
         return collective(self.axis, "all-gather", self.n, message, p.parameter, event=event, name="gather_parameters")
+
+    @property
+    def _gathers_fp8(self) -> bool:
+        """Parameters in fp8 travel in fp8, but those of mxfp8 in 16 bits (reuse_grad_buf_for_mxfp8_param_ag). A bucket counts its share of them."""
+        return self.precision.fp8_recipe != "mxfp8"
 
     def backward_end(self, micro: str) -> list[Op]:
         """A pipeline's stage first sends its gradient on: its reductions are waited for when all micro-batches are done."""
