@@ -198,7 +198,7 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             if launched:
                 busy["memory"] = busy.get("memory", 0.0) + launched
         else:
-            launched = prices.collective_host_s if kind == "collective" else 0.0
+            launched = prices.collective_host_s if op.comm is not None and op.comm.group > 1 else 0.0
         host += launched
         if kind in COMPUTE_KINDS or kind in ("host", "call"):
             chunk += launched + seconds

@@ -123,8 +123,8 @@ class Walk:
         y = tape.value(f"{name}.out", m * out, n.act)
         keep = source.regather or source
         give = None if n.autocast else weight
-        backs = [Back("dgrad", "matmul", 0, flops, moved, (1, m, out, width), n.act),
-                 Back("wgrad", "matmul", give, flops, moved, (1, out, m, width), n.act if n.autocast else n.param)]
+        backs = [Back("dgrad", "matmul", 0, flops, moved, (1, m, width, out), n.act),
+                 Back("wgrad", "matmul", give, flops, moved, (1, out, width, m), n.act if n.autocast else n.param)]
         if bias:
             b = Param("head.bias" if name == "embedding" else f"{name}.bias", (out,))
             backs.insert(2 if n.autocast else 1, Back("bgrad", "memory", None if n.autocast else b, nbytes=float(self.e * m * out), dtype=n.param))
@@ -142,7 +142,7 @@ class Walk:
         if self.tp.megatron and self.tp.t > 1:
             backs[-1] = backs[-1]._replace(beside=True)
         tape.record(name, "matmul", (source,), (y,), saved=(keep,), extra=extra, backs=tuple(backs), flops=flops, nbytes=moved,
-                    dims=(1, m, width, out), dtype=n.act)
+                    dims=(1, m, out, width), dtype=n.act)
         self.keep_every_other(flops)
         return y
 
@@ -408,10 +408,10 @@ class Walk:
         moved = float(e * (b * self.heads * (2 * s * d) + scores_numel))
         k, v = (self._repeat(t, groups) for t in (k, v))
         scores = self.tape.value("attention.scores", scores_numel, n.act)
-        bmm = (b * self.heads, s, d, s)
-        self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=bmm, dtype=n.act,
-                         backs=(Back("grad_q", "matmul", 0, flops, moved, (b * self.heads, s, s, d), n.act),
-                                Back("grad_k", "matmul", 1, flops, moved, (b * self.heads, s, s, d), n.act)))
+        scored, weighted = (b * self.heads, s, s, d), (b * self.heads, s, d, s)
+        self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=n.act,
+                         backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, n.act),
+                                Back("grad_k", "matmul", 1, flops, moved, weighted, n.act)))
         sb = scores.nbytes
         scaled = self.tape.value("attention.scaled", scores_numel, n.act)
         fused = n.compiled or n.attention == "math" or self.tp.megatron
@@ -428,9 +428,8 @@ class Walk:
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
         used = self.cast(self.dropout(probs, "attention.probs"), n.act)
         out = self.tape.value("attention.core", q.numel, n.act)
-        bmm2 = (b * self.heads, s, s, d)
-        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=bmm2, dtype=n.act,
-                         backs=(Back("grad_p", "matmul", 0, flops, moved, bmm, n.act), Back("grad_v", "matmul", 1, flops, moved, bmm2, n.act)))
+        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=weighted, dtype=n.act,
+                         backs=(Back("grad_p", "matmul", 0, flops, moved, scored, n.act), Back("grad_v", "matmul", 1, flops, moved, weighted, n.act)))
         merged = self.tape.value("attention.merged", out.numel, n.act)
         self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=n.act,
                          backs=(Back("grad", "memory", 0, alias=True),))
@@ -754,7 +753,7 @@ def _chunked_loss(w: Walk, y: Value) -> Value:
     if m.head_bias:
         backs.append(Back("bgrad", "memory", Param("head.bias", (m.vocab,)), nbytes=float(e * logits * chunks), dtype=n.param))
     w.tape.record("loss.chunked", "matmul", (source,), (loss,), saved=(source,), extra=cast, backs=tuple(backs), flops=flops * chunks,
-                  nbytes=moved * chunks + 6.0 * wide * chunks, dims=(1, w.tokens, m.hidden, m.vocab), dtype=n.act, kernels=8 * chunks,
+                  nbytes=moved * chunks + 6.0 * wide * chunks, dims=(1, w.tokens, m.vocab, m.hidden), dtype=n.act, kernels=8 * chunks,
                   temp_bytes=forward_temp)
     return loss
 
@@ -785,6 +784,6 @@ def _fused_loss(w: Walk, y: Value) -> Value:
     if m.head_bias:
         kept += (Tensor("loss.grad_bias", "activations", m.vocab * e),)
         backs.append(Back("grad_bias", "memory", Param("head.bias", (m.vocab,)), nbytes=2.0 * m.vocab * e, dtype=n.param))
-    w.tape.record("loss.fused", "matmul", (source,), (loss,), extra=kept, flops=3.0 * flops, nbytes=moved, dims=(1, w.tokens, m.hidden, m.vocab),
+    w.tape.record("loss.fused", "matmul", (source,), (loss,), extra=kept, flops=3.0 * flops, nbytes=moved, dims=(1, w.tokens, m.vocab, m.hidden),
                   dtype=n.act, kernels=10 * chunks, temp_bytes=rows * m.vocab * e + weight.numel * e + low + w.tokens * 4, backs=tuple(backs))
     return loss
