@@ -3,8 +3,8 @@
     python -m benchmarks.profiles            # fit, and say what would change (some minutes)
     python -m benchmarks.profiles --write    # and write costmodel/catalog/data/profiles and published/fitted.json
 
-Two fits, the second on the constants of the first: attention rates from tables of kernels alone; then sustained arithmetic, host times and
-tensor parallelism's factors from training runs. The prior of every constant that may change is in published/priors.toml, as it was set by hand
+Two fits, the second on the constants of the first: attention rates from tables of kernels alone; then sustained arithmetic, host times, tensor
+parallelism's factors and a mixture's waits from training runs. The prior of every constant that may change is in published/priors.toml, as it was set by hand
 from the sources named there, so the same measurements give the same files. What small matrices cost and the curves of links were set by hand on
 the very tables: a fit gains under a point of mean error on them, and loses single points and other cards, so they are not fitted, only judged.
 
@@ -60,7 +60,7 @@ class Stage:
 
 TABLES = Stage("tables of kernels", ("attention.",), ("hardware.",), "twin", 0.0)
 RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "host.eager.", "host.collective_s", "step.fixed_s",
-                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter."), ("hardware.", "software."), "model", 0.05)
+                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter.", "moe."), ("hardware.", "software."), "model", 0.05)
 
 
 def stage_fit(stage: Stage, evidence: Sequence[Evidence], say: Callable[[str], None]) -> tuple[Fit, dict[By, Held]]:

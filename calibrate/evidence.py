@@ -78,10 +78,11 @@ class StepEvidence:
     def bears_on(self, key: str) -> bool:
         if key.startswith("memory."):
             return any(point.figure == "reserved" for point in self.points)
-        if not any(point.figure == "time" for point in self.points) or key.startswith(("moe.", "cp.", "scatter.")):
+        if not any(point.figure == "time" for point in self.points) or key.startswith("scatter."):
             return False
         compiled, tp = self.run.recipe.compile, self.run.plan.tp > 1
-        mode = {"host.eager.": not compiled, "host.compile.": compiled, "host.graph.": compiled and self.run.recipe.cuda_graphs, "tp.": tp,
+        mode = {"moe.": self.run.model.moe is not None, "host.eager.": not compiled, "host.compile.": compiled,
+                "host.graph.": compiled and self.run.recipe.cuda_graphs, "tp.": tp,
                 "link.": self.run.cluster.gpus > 1, "jitter.": self.run.cluster.gpus > 1, "overlap.": self.run.cluster.gpus > 1}
         return all(on for prefix, on in mode.items() if key.startswith(prefix))
 
