@@ -98,7 +98,7 @@ def movements(counts: BlockCounts, prices: RunPrices, mesh: Mesh, line: Timeline
             if op.comm is not None and op.comm.group > 1:
                 key = _key(op, block.phase)
                 found[key] = found.get(key, 0) + times
-    seconds = {key: n * prices.seconds_of(key[2].axis, key[2].kind, key[2].nbytes, key[2].group) for key, n in found.items()}
+    seconds = {key: n * prices.collective_s(key[2]) for key, n in found.items()}
     waits = _waits(line, seconds, exposed_s)
     out: list[Movement] = []
     for key, n in found.items():
