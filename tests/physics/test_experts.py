@@ -11,6 +11,7 @@ from steps import memory, sent, states, step
 
 from costmodel import PlanError, build_run, predict
 from costmodel.catalog.models import model
+from costmodel.catalog.profiles import constants_at
 from costmodel.explain import explain
 from costmodel.mesh import mesh_of
 from costmodel.spec.parameters import active_parameter_count
@@ -142,13 +143,15 @@ def test_groups_lie_side_by_side_and_replicas_across() -> None:
 
 
 def test_megatrons_host_waits_for_the_router_in_both_passes_of_every_layer() -> None:
-    """2 ms + 0.17 ms a local expert, per layer and micro-batch: software.pytorch's moe.layer_s and moe.local_expert_s."""
+    """moe.layer_s and, a local expert, moe.local_expert_s of software.pytorch, per layer and micro-batch."""
+    each = constants_at("software.pytorch")["moe.local_expert_s"].value
+
     def host(ep: int) -> float:
         time = step(MIXTURE, 8, plan={**MEGATRON, "ep": ep}, gpu="h100").roles[0].time
         assert time is not None
         return time.host_s
 
-    assert host(2) - host(4) == pytest.approx(L * 0.00017 * (E // 2 - E // 4), rel=0.05)
+    assert host(2) - host(4) == pytest.approx(L * each * (E // 2 - E // 4), rel=0.05)
 
 
 @pytest.mark.parametrize("plan", [{"ep": 4}, {"ep": 4, "ep_overlap": True}, {"ep": 4, "cp": 2},
@@ -163,13 +166,17 @@ def test_the_explanation_and_the_timeline_lay_out_what_is_predicted(plan: dict[s
 
 
 def test_graphs_hide_most_of_that_wait() -> None:
-    """software.pytorch's moe.graph_factor, 0.18."""
+    """moe.graph_factor of software.pytorch is what they leave of it."""
+    given = constants_at("software.pytorch")
+    left, layer, each = (given[f"moe.{name}"].value for name in ("graph_factor", "layer_s", "local_expert_s"))
+
     def stalled(graphs: bool) -> float:
         time = step(MIXTURE, 8, plan={**MEGATRON, "ep": 8}, gpu="h100", cuda_graphs=graphs).roles[0].time
         assert time is not None and time.host_s is not None
         return time.host_s
 
-    assert stalled(False) - stalled(True) == pytest.approx(0.82 * L * (0.002 + 0.00017), rel=1e-6)
+    assert stalled(False) - stalled(True) == pytest.approx((1 - left) * L * (layer + each), rel=1e-6)
+    assert left < 0.5
 
 
 def test_the_all_gather_dispatcher_brings_every_token_of_the_group_to_every_rank() -> None:

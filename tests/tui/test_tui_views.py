@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driving import drive, keys, says, settled, text
@@ -289,7 +291,12 @@ def test_solve_runs_tells_and_applies() -> None:
     drive(script, given=SMALL)
 
 
-def test_a_search_stops_and_survives_a_resize_and_a_step() -> None:
+def test_a_search_stops_and_survives_a_resize_and_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return predict(*arguments, **options)
+    monkeypatch.setattr("costmodel.solve.trials.predict", slow)
+
     async def script(pilot: "Pilot[None]", app: Explorer) -> None:
         await keys(pilot, "5", "c")
         await says(pilot, app, "No search is running")
