@@ -127,7 +127,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
                 flops[kind] = flops.get(kind, 0.0) + op.flops
         elif kind == "host" or kind == "call":
             if kernels:
-                host += (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels
+                host += host_s(op, prices)
                 if host > longest:
                     longest = host
             continue
@@ -137,7 +137,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
                 before += host
                 host = device = longest = 0.0
             if kind == "route":
-                stalled = prices.route_s(kernels)
+                stalled = host_s(op, prices)
                 before += stalled
                 steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
                 continue
@@ -160,6 +160,13 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     if moved:
         busy["memory"] = moved
     return Compiled(tuple(steps), phase, busy, flops, before + host, tuple(sent), stretch)
+
+
+def host_s(op: Op, prices: Prices) -> float:
+    """Seconds of work of the host alone: of an op of kind host, call or route."""
+    if op.kind == "route":
+        return prices.route_s(op.kernels)
+    return (prices.per_tensor_s if op.kind == "host" else prices.call_s) * op.kernels
 
 
 def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
@@ -194,7 +201,7 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             if name in ("matmul", "attention"):
                 flops[name] = flops.get(name, 0.0) + op.flops
         elif kind in ("host", "call"):
-            launched, seconds = (prices.per_tensor_s if kind == "host" else prices.call_s) * kernels, 0.0
+            launched, seconds = host_s(op, prices), 0.0
             if launched:
                 busy["memory"] = busy.get("memory", 0.0) + launched
         else:
@@ -214,7 +221,7 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             code = ISSUE if op.event and not op.inline else BLOCKING
             steps.append((code, 0.0, launched + prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, 0.0))
         elif kind == "route":
-            stalled = prices.route_s(kernels)
+            stalled = host_s(op, prices)
             host += stalled
             busy["memory"] = busy.get("memory", 0.0) + stalled
             steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, 0.0, stalled, stalled, "", "", 0.0)]

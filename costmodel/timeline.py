@@ -16,7 +16,20 @@ from costmodel.program.ir import Block, Op, Part, Seq, expand
 from costmodel.program.schedule import Slot, end_index, micro_class, rank_order
 from costmodel.program.stages import PipelineRank
 from costmodel.repricing import program_of
-from costmodel.simulate import BLOCKING, CHUNK, COMPUTE_KINDS, ISSUE, SIDE, WAIT, Clocks, Compiled, Prices, Scan, run_block, step_time
+from costmodel.simulate import (
+    BLOCKING,
+    CHUNK,
+    COMPUTE_KINDS,
+    ISSUE,
+    SIDE,
+    WAIT,
+    Clocks,
+    Compiled,
+    Scan,
+    host_s,
+    run_block,
+    step_time,
+)
 from costmodel.spec import PlanError, Run
 from costmodel.timing import finished, tail_of
 
@@ -252,7 +265,7 @@ def _kernels(phase: str, ops: list[Op], compute: float, host: float, end: float,
             start = max(at, host)
             at = start + prices.device_s(op)
         else:
-            host += _host_s(op, prices)
+            host += host_s(op, prices)
             start = at = max(at, host)
         placed.append((before, host, start, at, op))
     slower = (end - compute) / (at - compute) if at > compute else 1.0
@@ -268,20 +281,13 @@ def _kernels(phase: str, ops: list[Op], compute: float, host: float, end: float,
         at = max(at, finish)
 
 
-def _host_s(op: Op, prices: Prices) -> float:
-    """Work of the host alone."""
-    if op.kind == "route":
-        return prices.route_s(op.kernels)
-    return (prices.per_tensor_s if op.kind == "host" else prices.call_s) * op.kernels
-
-
 def _on_one_thread(phase: str, ops: list[Op], begin: float, end: float, scan: Scan) -> Iterator[Slice]:
     """Work of a thread that both launches and computes, one after another; slowed down evenly to the end that was found."""
     prices = scan.prices
     seconds = []
     for op in ops:
         if op.kind in ("host", "call", "route"):
-            seconds.append(_host_s(op, prices))
+            seconds.append(host_s(op, prices))
         else:
             seconds.append(prices.launch_s(phase) * op.kernels + prices.device_s(op))
     whole = sum(seconds)

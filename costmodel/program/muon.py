@@ -16,12 +16,6 @@ LOW = "bf16"
 """dtype of the iteration, whatever the gradient's."""
 
 
-def iteration_flops(rows: int, cols: int) -> float:
-    """FLOPs of one iteration over one matrix: the Gram matrix m x m, its square, and their product with the m x n matrix."""
-    m, n = sorted((rows, cols))
-    return 4.0 * m * m * n + 2.0 * float(m) ** 3
-
-
 def orthogonalise(batch: int, rows: int, cols: int, gradient: str, held: tuple[Tensor, ...] = ()) -> list[Op]:
     """The iterations over `batch` matrices of one shape; their result "muon.matrix" stays for the caller.
 
