@@ -52,56 +52,15 @@ def _nearby(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> Any:
-    kind = path.suffix.lower()
-    if kind == ".toml":
-        import tomllib
-        try:
-            return tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, ValueError) as error:
-            raise _broken(path, "TOML", f"{error}", text) from None
-    if kind == ".json":
-        import json
-        try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
-        except json.JSONDecodeError as error:
-            raise _broken(path, "JSON", f"{error.msg} (at line {error.lineno}, column {error.colno})", text) from None
-        except ValueError as error:
-            raise _broken(path, "JSON", str(error), text) from None
-    return _parse_yaml(path, text)
+    from costmodel.formats.data import SyntaxFault, parse
 
+    def twice(key: str, line: int | None) -> None:
+        raise InputError(f"{path}: {key} appears twice in one table{f' (again at line {line})' if line else ''}. Leave one out.")
 
-def _parse_yaml(path: Path, text: str) -> Any:
-    import re
-
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML 1.2's floats: 3e-4 is a number, not a word. A key may appear once."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [(key.value, key.start_mark.line + 1) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            _once(path, [(f"{key}", line) for key, line in keys], [line for _, line in keys])
-            return super().construct_mapping(node, deep)
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise _broken(path, "YAML", f"{error.problem or error.context}{where}", text) from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise _broken(path, "YAML", " ".join(str(error).split()), text) from None
-
-
-def _once(path: Path, pairs: list[tuple[str, Any]], lines: list[int] | None = None) -> dict[str, Any]:
-    """The mapping of these pairs, where no key appears twice: which of two values is meant, a file cannot say."""
-    seen: set[str] = set()
-    for i, (key, _) in enumerate(pairs):
-        if key in seen:
-            raise InputError(f"{path}: {key} appears twice in one table{f' (again at line {lines[i]})' if lines else ''}. Leave one out.")
-        seen.add(key)
-    return dict(pairs)
+        return parse(path.suffix.lower(), text, twice)
+    except SyntaxFault as error:
+        raise _broken(path, error.kind, error.problem, text) from None
 
 
 def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:
