@@ -1,10 +1,14 @@
-"""Run files in (TOML, YAML, JSON), results out."""
+"""Run files in (TOML, YAML, JSON), files of other programs too; results out."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodel.atomic import write_atomically
-from costmodel.cli.guard import InputError
+from costmodel.cli.guard import InputError, shown
+
+if TYPE_CHECKING:
+    from costmodel.foreign.said import Foreign
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
@@ -52,7 +56,7 @@ def _nearby(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> Any:
-    from costmodel.formats.data import SyntaxFault, parse
+    from costmodel.foreign.data import SyntaxFault, parse
 
     def twice(key: str, line: int | None) -> None:
         raise InputError(f"{path}: {key} appears twice in one table{f' (again at line {line})' if line else ''}. Leave one out.")
@@ -73,6 +77,36 @@ def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:
         line = lines[int(found[1]) - 1].strip()
         message += f" That line reads: {line if len(line) <= 60 else line[:57] + '...'}"
     return InputError(message)
+
+
+def read_foreign_file(path: Path, given: Mapping[str, str], kind: str | None = None) -> "Foreign":
+    """What a file says of a run; what prevents reading it is an InputError."""
+    from costmodel.foreign.data import SyntaxFault
+    from costmodel.foreign.detect import read_foreign
+    from costmodel.spec import PlanError
+    text = _text(path)
+    try:
+        return read_foreign(str(path), text, given, kind)
+    except SyntaxFault as error:
+        raise _broken(path, error.kind, error.problem, text) from None
+    except RecursionError:
+        raise InputError(f"{path}: it is nested too deeply.") from None
+    except PlanError as error:
+        where = "" if error.field == str(path) else f"{path}: "
+        value = "" if error.value is None else f" = {shown(error.value)}"
+        raise InputError(f"{where}{error.field}{value}: {error.rule} {error.fix}") from None
+
+
+def model_of(path: Path) -> dict[str, Any]:
+    """The model of a file, as a table of fields, for a run that is given by flags."""
+    found = read_foreign_file(path, {})
+    model = found.given().get("model")
+    if not isinstance(model, dict) or found.params is None:
+        why = ", ".join(found.missing) or f"a file of {found.program}"
+        raise InputError(f"--model {path}: it does not say a whole model ({why}). `costmodel import` takes what it needs beside it.")
+    if found.lost:
+        raise InputError(f"--model {path}: no field of a run says {found.lost[0]}. `costmodel import` makes a run file without it.")
+    return {"name": path.stem if path.stem != "config" else path.absolute().parent.name, **model}
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,18 +1,19 @@
 """Megatron-LM's command line as a run; also that of Megatron-DeepSpeed.
 
-What an option means, and what holds where it is left out, is in megatron/training/arguments.py and megatron/core/transformer/transformer_config.py (core 0.12 to 0.16);
-Megatron-DeepSpeed's own options in its megatron/arguments.py. The vocabulary is padded to a multiple of make-vocab-size-divisible-by x tp.
+What an option means, and what holds where it is left out, is in megatron/training/arguments.py and megatron/core/transformer/transformer_config.py (core 0.12
+to 0.16); Megatron-DeepSpeed's own options in its megatron/arguments.py. The vocabulary is padded to a multiple of make-vocab-size-divisible-by x tp.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from costmodel.formats import deepspeed
-from costmodel.formats.foreign import Foreign, Keys, number, whole
+from costmodel.foreign import deepspeed
+from costmodel.foreign.said import Foreign, Keys, number, whole
 
 PROGRAM = "Megatron-LM"
-VOCABULARIES = {"gpt2bpetokenizer": (50257, "GPT-2's tokenizer"), "llama2tokenizer": (32000, "Llama 2's tokenizer"), "bertwordpiecelowercase": (30522, "BERT's tokenizer")}
+VOCABULARIES = {"gpt2bpetokenizer": (50257, "GPT-2's tokenizer"), "llama2tokenizer": (32000, "Llama 2's tokenizer"),
+                "bertwordpiecelowercase": (30522, "BERT's tokenizer")}
 MARKS = ("num-layers", "tensor-model-parallel-size", "num-attention-heads", "hidden-size")
 
 
@@ -26,6 +27,8 @@ def options(words: Iterable[str]) -> dict[str, list[str]]:
     out: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in flat:
+        if word in ("|", "2>&1", "&", ">", "&&"):
+            break
         found = re.match(r"--?([A-Za-z][\w.-]*)(?:=(.*))?$", word)
         if found:
             current = out[found[1].replace("_", "-")] = [found[2]] if found[2] is not None else []
@@ -64,7 +67,8 @@ def read(words: Iterable[str], variables: Mapping[str, Any] | None = None, docum
     return f
 
 
-LAUNCHER = frozenset("node-rank master-addr master-port rdzv-endpoint rdzv-backend rdzv-id max-restarts tee jobid wait kill-on-bad-exit m u c".split())
+LAUNCHER = frozenset({"node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "max-restarts", "tee", "jobid", "wait",
+                      "kill-on-bad-exit", "m", "u", "c"})
 
 
 def _model(k: _Options, f: Foreign) -> None:
@@ -168,8 +172,8 @@ def _experts(k: _Options, f: Foreign, say: Any, ffn: int, layers: int) -> None:
     if not experts:
         return
     shared = k.count("moe-shared-expert-intermediate-size") or 0
-    moe = {"experts": experts, "top_k": k.count("moe-router-topk", default=2), "expert_ffn": k.count("moe-ffn-hidden-size", default=ffn),
-           "aux_loss_coefficient": number(k.get("moe-aux-loss-coeff")) or 0.0}
+    moe: dict[str, Any] = {"experts": experts, "top_k": k.count("moe-router-topk", default=2), "expert_ffn": k.count("moe-ffn-hidden-size", default=ffn),
+                           "aux_loss_coefficient": number(k.get("moe-aux-loss-coeff")) or 0.0}
     if shared:
         moe |= {"shared_experts": 1, "shared_ffn": shared}
     if k.get("moe-router-score-function") == "sigmoid":
@@ -203,9 +207,9 @@ def _spread(k: _Options, f: Foreign) -> None:
         f.say(f"plan.{field}", value, f"--{option}")
 
     f.say("plan.framework", "megatron", "Megatron's command line")
-    for field, names, least in (("tp", ("tensor-model-parallel-size", "model-parallel-size"), 1), ("pp", ("pipeline-model-parallel-size", "pipe-parallel-size"), 1),
-                                ("cp", ("context-parallel-size",), 1), ("ep", ("expert-model-parallel-size",), 1)):
-        if (value := k.count(*names)) is not None and value > least:
+    for field, names in (("tp", ("tensor-model-parallel-size", "model-parallel-size")), ("pp", ("pipeline-model-parallel-size", "pipe-parallel-size")),
+                         ("cp", ("context-parallel-size",)), ("ep", ("expert-model-parallel-size",))):
+        if (value := k.count(*names)) is not None and value > 1:
             say(field, value, names[0])
     tp, pp = f.get("plan.tp", 1), f.get("plan.pp", 1)
     if k.on("sequence-parallel"):

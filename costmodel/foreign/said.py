@@ -40,13 +40,27 @@ class Foreign:
         if field not in self.fields:
             self.missing[field] = why
 
+    @property
+    def params(self) -> int | None:
+        """Parameters of the model, where all of it is said."""
+        from pydantic import ValidationError
+
+        from costmodel.spec.base import PlanError
+        from costmodel.spec.model import Model
+        shape = self.given().get("model")
+        try:
+            return Model.model_validate(shape).params if isinstance(shape, Mapping) else None
+        except (ValidationError, PlanError):
+            return None
+
     def over(self, base: "Foreign") -> "Foreign":
         """Two files of one run: this one's fields on top of the other's."""
         both = Foreign(f"{base.program}, {self.program}" if base.program != self.program else self.program)
         words = self.fields.keys() & {"params", "model"}
         both.fields = {k: v for k, v in base.fields.items() if not (words and (k in ("params", "model") or k.startswith("model.")))} | self.fields
         both.notes, both.lost, both.unread = base.notes + self.notes, base.lost + self.lost, base.unread + self.unread
-        both.missing = {k: v for k, v in (base.missing | self.missing).items() if k not in both.fields and not (k.startswith("model") and "model" in both.fields)}
+        named = any(field.partition(".")[0] == "model" for field in both.fields)
+        both.missing = {field: why for field, why in (base.missing | self.missing).items() if field not in both.fields and not (field == "model" and named)}
         return both
 
     def given(self) -> dict[str, Any]:

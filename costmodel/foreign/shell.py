@@ -1,7 +1,7 @@
 """The words of the commands of a launch script, its variables filled in.
 
-Not a shell: assignments, arrays, `${NAME:-default}`, `$((arithmetic))` and here-documents are followed from top to bottom; what stands inside if, for, while and case is
-taken only where it gives a variable that nothing else gives; nothing is executed. SLURM's variables follow from its #SBATCH lines.
+Not a shell: assignments, arrays, `${NAME:-default}`, `$((arithmetic))` and here-documents are followed from top to bottom; what stands inside if, for, while
+and case is taken only where it gives a variable that nothing else gives; nothing is executed. SLURM's variables follow from its #SBATCH lines.
 """
 
 import ast

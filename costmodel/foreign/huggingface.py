@@ -1,18 +1,19 @@
 """A model's config.json of the Hugging Face hub as a model's shape.
 
-What a key means, and what holds where a file leaves it out, is that of the model's class in transformers (checked against the parameters that transformers 5.24 counts;
-tests/formats). A model_type that is not known here is refused: two models with the same keys may differ in biases and norms.
+What a key means, and what holds where a file leaves it out, is that of the model's class in transformers (checked against the parameters that
+transformers 5.24 counts; tests/foreign). A model_type that is not known here is refused: two models with the same keys may differ in biases and norms.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from costmodel.formats.foreign import Foreign, Keys, number, whole
+from costmodel.foreign.said import Foreign, Keys, number, whole
 from costmodel.spec.base import PlanError
 
 PROGRAM = "Hugging Face"
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
-               "relu2": "relu_squared"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+               "relu": "relu", "relu2": "relu_squared"}
 LAYERNORM: dict[str, Any] = {"norm": "layernorm", "norm_bias": True}
 BIASES: dict[str, Any] = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 Rest = Callable[[Keys, dict[str, Any], Foreign], None]
@@ -49,7 +50,7 @@ def _windows(k: Keys, m: dict[str, Any], f: Foreign) -> None:
     if sliding is None or all(sliding):
         m |= {"sliding_window": window, "attention_pattern": "sliding"}
     elif any(sliding):
-        alternating = all(a != b for a, b in zip(sliding, sliding[1:], strict=False))
+        alternating = all(a != b for a, b in itertools.pairwise(sliding))
         m |= {"sliding_window": window, "attention_pattern": "alternating" if alternating else "mixed"}
 
 
@@ -112,8 +113,8 @@ def _deepseek(k: Keys, m: dict[str, Any], f: Foreign) -> None:
     if k.get("model_type") != "deepseek_v2":
         m["moe"] |= {"router_score": "sigmoid", "router_bias": True}
     if extra := whole(k.get("num_nextn_predict_layers")):
-        f.notes.append(f"num_nextn_predict_layers = {extra}: transformers' model has no multi-token prediction, and it is left out; --set model.mtp_depth={extra} "
-                       "says that it is trained")
+        f.notes.append(f"num_nextn_predict_layers = {extra}: transformers' model has no multi-token prediction, and it is left out; "
+                       f"--set model.mtp_depth={extra} says that it is trained")
 
 
 def _gemma(k: Keys, m: dict[str, Any], f: Foreign) -> None:
@@ -144,7 +145,8 @@ def _gpt_oss(k: Keys, m: dict[str, Any], f: Foreign) -> None:
 
 def _neox(k: Keys, m: dict[str, Any], _: Foreign) -> None:
     bias = k.get("attention_bias", default=True)
-    m |= {"rotary_fraction": number(k.get("rotary_pct", "partial_rotary_factor", default=0.25)), "parallel_residual": k.get("use_parallel_residual", default=True),
+    m |= {"rotary_fraction": number(k.get("rotary_pct", "partial_rotary_factor", default=0.25)),
+          "parallel_residual": k.get("use_parallel_residual", default=True),
           "qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": True}
 
 
@@ -175,7 +177,8 @@ def _opt(k: Keys, m: dict[str, Any], f: Foreign) -> None:
         m |= {"norm_placement": "post", "final_norm": False}
     width = whole(k.get("word_embed_proj_dim")) or m["hidden"]
     if width != m["hidden"]:
-        m |= {"embedding_dim": width, "extra_params": 2 * width * m["hidden"], "extra_params_note": f"projections in and out of the {width}-wide embedding (no bias)"}
+        m |= {"embedding_dim": width, "extra_params": 2 * width * m["hidden"],
+              "extra_params_note": f"projections in and out of the {width}-wide embedding (no bias)"}
 
 
 def _mpt(k: Keys, m: dict[str, Any], _: Foreign) -> None:
@@ -224,8 +227,9 @@ def _starcoder2(k: Keys, m: dict[str, Any], f: Foreign) -> None:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(rest=_llama), "granite": Family(rest=_llama), "smollm3": Family(True, _llama), "mistral": Family(rest=_mistral), "mixtral": Family(rest=_mixtral),
-    "qwen2": Family(rest=_qwen2), "qwen2_moe": Family(rest=_qwen2_moe), "qwen3": Family(rest=_qwen3), "qwen3_moe": Family(rest=_qwen3_moe),
+    "llama": Family(rest=_llama), "granite": Family(rest=_llama), "smollm3": Family(True, _llama),
+    "mistral": Family(rest=_mistral), "mixtral": Family(rest=_mixtral), "qwen2": Family(rest=_qwen2), "qwen2_moe": Family(rest=_qwen2_moe),
+    "qwen3": Family(rest=_qwen3), "qwen3_moe": Family(rest=_qwen3_moe),
     "gemma": Family(True, _gemma, "gelu_tanh"),
     "gemma2": Family(True, _gemma2, "gelu_tanh", norms_per_layer=4, norm_placement="sandwich"),
     "gemma3_text": Family(True, _gemma3, "gelu_tanh", norms_per_layer=4, norm_placement="sandwich", qk_norm="per_head"),
@@ -301,7 +305,7 @@ def _shape(k: Keys, family: Family, f: Foreign) -> dict[str, Any]:
     if family.rest:
         family.rest(k, m, f)
     k.has("sliding_window", "max_window_layers", "use_sliding_window", "max_position_embeddings")
-    return {name: value for name, value in m.items() if value is not None and DEFAULTS.get(name, None) != value}
+    return {name: value for name, value in m.items() if value is not None and DEFAULTS.get(name) != value}
 
 
 DEFAULTS: dict[str, Any] = {"tied_embeddings": False, "activation": "silu", "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False,

@@ -1,18 +1,18 @@
 """DeepSpeed's configuration (JSON) as the part of a run that it decides: plan, batch, dtypes, optimizer. The model stands elsewhere.
 
-Keys and defaults: deepspeed/runtime/zero/config.py, deepspeed/runtime/config.py (0.17). "auto" is filled in by the trainer (transformers, accelerate) from its own
-arguments: such a key counts as not given.
+Keys and defaults: deepspeed/runtime/zero/config.py, deepspeed/runtime/config.py (0.17). "auto" is filled in by the trainer (transformers, accelerate) from its
+own arguments: such a key counts as not given.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from costmodel.formats.foreign import Foreign, Keys, number, whole
+from costmodel.foreign.said import Foreign, Keys, number, whole
 
 PROGRAM = "DeepSpeed"
 MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer")
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd", "muon": "muon"}
-OLD = {"max_live_parameters": "stage3_max_live_parameters", "max_reuse_distance": "stage3_max_reuse_distance",
+OTHER_NAMES = {"max_live_parameters": "stage3_max_live_parameters", "max_reuse_distance": "stage3_max_reuse_distance",
        "prefetch_bucket_size": "stage3_prefetch_bucket_size", "param_persistence_threshold": "stage3_param_persistence_threshold"}
 
 
@@ -50,12 +50,12 @@ def read(data: Mapping[str, Any]) -> Foreign:
     f.say("plan.zero", stage, "zero_optimization.stage")
     for field, key, scale in (("bucket_bytes", "reduce_bucket_size", 2), ("prefetch_bucket_params", "stage3_prefetch_bucket_size", 1),
                               ("max_live_params", "stage3_max_live_parameters", 1), ("allgather_bucket_params", "allgather_bucket_size", 1)):
-        old = next((name for name, new in OLD.items() if new == key and name in zero), None)
+        old = next((name for name, new in OTHER_NAMES.items() if new == key and name in zero), None)
         value = whole(stated(zero, key, *([old] if old else [])))
         if value is not None and (key.startswith("stage3") <= (stage == 3)) and stage:
             f.say(f"plan.{field}", value * scale, f"zero_optimization.{old or key}" + (" (2 bytes an element)" if scale > 1 else ""))
         if old:
-            f.notes.append(f"zero_optimization.{old} is an old name of {key}; newer versions of DeepSpeed do not read it")
+            f.notes.append(f"zero_optimization.{old} is {key} under another name, which DeepSpeed takes as well")
     overlap = stated(zero, "overlap_comm")
     if overlap is not None and stage:
         f.say("plan.overlap_grad_reduce", bool(overlap), "zero_optimization.overlap_comm")
@@ -72,7 +72,8 @@ def read(data: Mapping[str, Any]) -> Foreign:
         if (value := whole(stated(k, key))) is not None:
             f.say(f"recipe.{field}", value, key)
     clip = number(stated(k, "gradient_clipping"))
-    f.say("recipe.clip_norm", clip or 0.0, "gradient_clipping" if clip is not None else "gradient_clipping (not given: off)")
+    if clip is not None or "gradient_clipping" not in k:
+        f.say("recipe.clip_norm", clip or 0.0, "gradient_clipping" if clip is not None else "gradient_clipping (not given: off)")
     checkpointing = k.table("activation_checkpointing")
     if checkpointing.on("cpu_checkpointing") or checkpointing.on("partition_activations"):
         f.lost.append("activation_checkpointing.partition_activations or cpu_checkpointing: checkpoints split over ranks or in host memory")
