@@ -306,8 +306,7 @@ class Walk:
         x = self.tp.enter(self, x, "attention")
         fused = m.fused_qkv or self.tp.megatron
         if fused:
-            copied = (m.positions == "rope" and m.rotary_fraction > 0) or m.qk_norm != "none" or n.attention in ("eager", "math") or self.cp.c > 1
-            q, k, v = self.fused_linear(x, "attention.qkv", (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)), m.qkv_bias, copied=copied)
+            q, k, v = self.fused_linear(x, "attention.qkv", (("attention.q", qw), ("attention.k", kw), ("attention.v", kw)), m.qkv_bias)
         else:
             q = self.linear(x, "attention.q", qw, h, m.qkv_bias)
             k = self.linear(x, "attention.k", kw, h, m.qkv_bias)
@@ -331,23 +330,21 @@ class Walk:
         out = self.cp.leave(self, out)
         return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
 
-    def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:
+    def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool) -> tuple[Value, ...]:
         """One matmul, views of its output; backward concatenates their gradients before its own matmuls.
 
-        The views share one allocation. Where all but the last are `copied` by what follows, the last alone keeps all of it alive.
+        The views share one allocation, which lives as long as any of them does.
         """
         width, n = self.run.model.hidden, self.n
         y = self.linear(x, name, sum(size for _, size in parts), width, bias)
         node = self.tape.take_back()
         total = y.nbytes
         views = tuple(self.tape.value(view, self.tokens * size, n.act) for view, size in parts)
-        if copied:
-            for view in views:
-                view.own_bytes = 0
-            views[-1].own_bytes = total
+        for view in views:
+            view.own_bytes, view.base = 0, y
         backs = tuple(b if b.apart else b._replace(temp_bytes=b.temp_bytes + total) for b in node.backs)
         cat = Back("cat", "memory", None, nbytes=2.0 * total, dtype=n.act, temp_bytes=total, joins=True)
-        self.tape.record(node.name, node.kind, node.inputs, views, saved=node.saved, extra=node.extra, backs=(cat, *backs),
+        self.tape.record(node.name, node.kind, node.inputs, (y, *views), saved=node.saved, extra=node.extra, backs=(cat, *backs),
                          flops=node.flops, nbytes=node.nbytes, dims=node.dims, dtype=node.dtype)
         return views
 
@@ -455,7 +452,7 @@ class Walk:
         m = self.run.model
         x = self.tp.enter(self, x, name)
         if m.gated and self.tp.megatron:
-            gate, up = self.fused_linear(x, f"{name}.up", ((f"{name}.gate", ffn), (f"{name}.up", ffn)), bias, copied=False)
+            gate, up = self.fused_linear(x, f"{name}.up", ((f"{name}.gate", ffn), (f"{name}.up", ffn)), bias)
             inner = self.gate(gate, up, name)
         elif m.gated:
             gate = self.linear(x, f"{name}.gate", ffn, m.hidden, bias)

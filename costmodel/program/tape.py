@@ -15,7 +15,7 @@ class Value:
     """A tensor of the forward program."""
 
     __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "saved_first", "last_use", "made_by", "outside", "own_bytes", "grad_comm",
-                 "grad_in_place", "regather")
+                 "grad_in_place", "regather", "base")
 
     def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
         self.name = name
@@ -40,6 +40,8 @@ class Value:
         """That collective works in place, where the gradient belongs to nobody else."""
         self.regather: Value | None = None
         """Whoever would save it saves this instead, and backward gathers it again."""
+        self.base: Value | None = None
+        """It is a view of this, and keeps all of it alive."""
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +151,9 @@ class Tape:
         index = len(self.nodes)
         for v in inputs:
             v.last_use = index
+            if v.base is not None:
+                v.base.last_use = index
+                saved = tuple([s.base or s for s in saved])
         for v in outputs:
             v.made_by = index
             v.last_use = max(v.last_use, index)
