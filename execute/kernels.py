@@ -99,7 +99,7 @@ class CudaTable:
             q, k, v = q.to(low), k.to(low), v.to(low)
         if q.dtype == torch.float32:
             if q.shape[1] != k.shape[1]:
-                return aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]
+                return composed_attention(q, k, v, p, causal) if p > 0 else aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]
             return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, causal)[0]
         if kind == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p, causal, False)[0]
@@ -113,6 +113,21 @@ class CudaTable:
 
     def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return grouped_product(rows, weights, ends)
+
+
+def composed_attention(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool) -> Tensor:
+    """PyTorch's composed kernel with dropout, of fp32 queries for more heads than keys have: on CUDA the dropout inside it is the fused one.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math.
+    """
+    scale = q.shape[-1] ** -0.25
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = (q * scale) @ (k.transpose(-2, -1) * scale)
+    if causal:
+        mask = torch.zeros(scores.shape[-2:], dtype=q.dtype, device=q.device).masked_fill_(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril().logical_not(), float("-inf"))
+        scores = scores.add_(mask)
+    return torch.native_dropout(aten._safe_softmax(scores, -1), p, True)[0] @ v
 
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -530,7 +530,7 @@ class Builder:
         s = self.strategy
         clip = s.clip(s.update(role)) if self.run.recipe.clip_norm and clips else []
         (begin, _), *rest = s.updates(role, first)
-        parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*clip, *begin]), 1)]
+        parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*s.unscale(s.update(role)), *clip, *begin]), 1)]
         parts += [(self.block(("update", role, first, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(rest)]
         if role not in self.sends:
             self.sends[role] = [(Block("update", "optimizer", tuple(ops)), n) for ops, n in s.after_step(role)]

@@ -355,7 +355,8 @@ class Walk:
     def local_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Attention over what is here."""
         if self.n.attention in ("eager", "math"):
-            return self.eager_attention(q, k, v)
+            wide = "fp32" if self.n.attention == "math" else self.n.act
+            return self.cast(self.eager_attention(*(self.cast(t, wide) for t in (q, k, v))), self.n.act)
         out = self.flash_attention(q, k, v)
         self.cached.append(len(self.tape.nodes) - 1)
         return out
@@ -395,40 +396,40 @@ class Walk:
         """Attention as matmul, scale, mask, softmax, dropout, matmul: the s² tensors of Korthikanti et al., 5·a·s²·b bytes.
 
         Megatron's scaled, masked softmax is one kernel. Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2
-        bytes a score; scores themselves die. Causal
-        FLOPs are not halved: the whole square is computed.
+        bytes a score; scores themselves die. Causal FLOPs are not halved: the whole square is computed. PyTorch's composed kernel ("math") does all of it in
+        fp32 (aten/src/ATen/native/transformers/attention.cpp).
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
-        groups = m.heads // m.kv_heads
-        scores_numel, d, e = b * self.heads * s * s, m.head_dim, self.e
+        groups, act = m.heads // m.kv_heads, q.dtype
+        scores_numel, d, e = b * self.heads * s * s, m.head_dim, q.ebytes
         flops = 2.0 * b * self.heads * float(s) * s * d
         moved = float(e * (b * self.heads * (2 * s * d) + scores_numel))
         k, v = (self._repeat(t, groups) for t in (k, v))
-        scores = self.tape.value("attention.scores", scores_numel, n.act)
+        scores = self.tape.value("attention.scores", scores_numel, act)
         scored, weighted = (b * self.heads, s, s, d), (b * self.heads, s, d, s)
-        self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=n.act,
-                         backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, n.act),
-                                Back("grad_k", "matmul", 1, flops, moved, weighted, n.act)))
+        self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=act,
+                         backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, act),
+                                Back("grad_k", "matmul", 1, flops, moved, weighted, act)))
         sb = scores.nbytes
-        scaled = self.tape.value("attention.scaled", scores_numel, n.act)
+        scaled = self.tape.value("attention.scaled", scores_numel, act)
         fused = n.compiled or n.attention == "math" or self.tp.megatron
-        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=n.act,
-                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
+        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=act,
+                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act),))
         masked = scaled
         if self.run.recipe.causal:
-            masked = self.tape.value("attention.masked", scores_numel, n.act)
-            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act,
-                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
-        soft = "fp32" if n.autocast else n.act
+            masked = self.tape.value("attention.masked", scores_numel, act)
+            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act,
+                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act),))
+        soft = "fp32" if n.autocast else act
         probs = self.tape.value("attention.probs", scores_numel, soft)
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
-        used = self.cast(self.dropout(probs, "attention.probs"), n.act)
-        out = self.tape.value("attention.core", q.numel, n.act)
-        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=weighted, dtype=n.act,
-                         backs=(Back("grad_p", "matmul", 0, flops, moved, scored, n.act), Back("grad_v", "matmul", 1, flops, moved, weighted, n.act)))
-        merged = self.tape.value("attention.merged", out.numel, n.act)
-        self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=n.act,
+        used = self.cast(self.dropout(probs, "attention.probs"), act)
+        out = self.tape.value("attention.core", q.numel, act)
+        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=weighted, dtype=act,
+                         backs=(Back("grad_p", "matmul", 0, flops, moved, scored, act), Back("grad_v", "matmul", 1, flops, moved, weighted, act)))
+        merged = self.tape.value("attention.merged", out.numel, act)
+        self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=act,
                          backs=(Back("grad", "memory", 0, alias=True),))
         return merged
 
@@ -642,7 +643,7 @@ def _cross_entropy(w: Walk, logits: Value, low: bool) -> Value:
         return _inplace_loss(w, logits)
     if w.tp.megatron:
         return _vocabulary_parallel_loss(w, logits)
-    wide = logits if low and not w.n.autocast else w.cast(logits, "fp32")
+    wide = logits if low else w.cast(logits, "fp32")
     if w.run.model.logit_softcap and not w.n.compiled:
         wide = _bounded(w, wide)
     if w.tp.loss_parallel:
