@@ -319,11 +319,14 @@ class Walk:
         if m.positions == "rope":
             q = self.rope(q, "attention.q", m.rotary_fraction)
             k = self.rope(k, "attention.k", m.rotary_fraction)
-        q, k, v = self.cp.enter(self, tuple(self.cast(t, n.act) for t in (q, k, v)), fused=fused)
+        chk = self.run.plan.checkpointing
+        inside = chk.mode == "selective" and "attention" in chk.ops
+        if not inside or self.cp.c > 1:  # a checkpoint keeps what enters it, and casts it when it runs
+            q, k, v = (self.cast(t, n.act) for t in (q, k, v))
+        q, k, v = self.cp.enter(self, (q, k, v), fused=fused)
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
-        chk = self.run.plan.checkpointing
-        if chk.mode == "selective" and "attention" in chk.ops:
+        if inside:
             out = self._checkpointed_core(q, k, v)
         else:
             out = self.attention_core(q, k, v)
@@ -366,7 +369,7 @@ class Walk:
         outer, self.tape = self.tape, Tape(DTYPE_BYTES)
         entries = tuple(self.tape.input(t.name, t.numel, t.dtype) for t in (q, k, v))
         kept, self.cached = self.cached, []
-        exit = self.attention_core(*entries)
+        exit = self.attention_core(*(self.cast(t, self.n.act) for t in entries))
         inner, self.tape, self.cached = self.tape, outer, kept
         out = outer.value(exit.name, exit.numel, exit.dtype)
         outer.record_checkpointed("attention.checkpointed", (q, k, v), out, Inner(inner, entries, exit))
@@ -404,7 +407,7 @@ class Walk:
         scores_numel, d, e = b * self.heads * s * s, m.head_dim, q.ebytes
         flops = 2.0 * b * self.heads * float(s) * s * d
         moved = float(e * (b * self.heads * (2 * s * d) + scores_numel))
-        k, v = (self._repeat(t, groups) for t in (k, v))
+        q, k, v = (self._own(t) for t in (q, self._repeat(k, groups), self._repeat(v, groups)))
         scores = self.tape.value("attention.scores", scores_numel, act)
         scored, weighted = (b * self.heads, s, s, d), (b * self.heads, s, d, s)
         self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=act,
@@ -420,7 +423,7 @@ class Walk:
             masked = self.tape.value("attention.masked", scores_numel, act)
             self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act,
                              backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act),))
-        soft = "fp32" if n.autocast else act
+        soft = "fp32" if n.autocast and n.table == "cuda" else act
         probs = self.tape.value("attention.probs", scores_numel, soft)
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
@@ -432,6 +435,14 @@ class Walk:
         self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=act,
                          backs=(Back("grad", "memory", 0, alias=True),))
         return merged
+
+    def _own(self, x: Value) -> Value:
+        """A batched matmul folds batch and heads, and copies what it cannot fold: a view of more keeps nothing of it."""
+        if x.base is None:
+            return x
+        y = self.tape.value(f"{x.name}.contiguous", x.numel, x.dtype)
+        self.tape.record(f"{x.name}.contiguous", "memory", (x,), (y,), nbytes=2.0 * x.nbytes, dtype=x.dtype, backs=(Back("grad", "memory", 0, alias=True),))
+        return y
 
     def _repeat(self, x: Value, groups: int) -> Value:
         """Keys or values repeated for the query heads that share them."""
