@@ -164,7 +164,7 @@ def single_gpu(run: Run) -> Run:
 # -- words -------------------------------------------------------------------------------------------------------------------
 
 BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
-               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host: kernels are launched too slowly",
+               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host, issuing work",
                "contention": "contention of communication with compute", "slow rank": "one slow rank, for which the others wait"}
 
 
