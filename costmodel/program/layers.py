@@ -426,6 +426,8 @@ class Walk:
             self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act,
                              backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act),))
         soft = "fp32" if n.autocast and n.table == "cuda" else act
+        if not fused:
+            masked = self.cast(masked, soft)
         probs = self.tape.value("attention.probs", scores_numel, soft)
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
