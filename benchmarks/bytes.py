@@ -27,6 +27,8 @@ SPLIT_GPT = {**GPT, "fused_qkv": False}
 HEADS = {"layers": 2, "hidden": 64, "heads": 16, "kv_heads": 4, "head_dim": 128, "ffn": 64, "vocab": 64}
 """Attention much wider than the rest: the peak lies in it."""
 EIGHT = {**LLAMA, "layers": 8}
+WINDOW = {**DEEP, "sliding_window": 128}
+"""Mistral's way: every layer sees the last tokens alone."""
 MIXTURE = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 704}}
 WIDE = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 """Llama 3 8B's layer."""
@@ -137,7 +139,7 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases()
+    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + window_cases()
 
 
 def optimizer_cases() -> list[Case]:
@@ -305,6 +307,21 @@ def expert_cases() -> list[Case]:
         case("moe fsdp 8 x ep 4 capacity 1.25", deep, 8, "fsdp", {"moe_capacity_factor": 1.25}, ep=4),
         case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
+    ]
+
+
+def window_cases() -> list[Case]:
+    """Sliding windows: flash kernels that skip, and masks."""
+    pure = {"precision": "bf16-pure"}
+    return [
+        case("window single flash", WINDOW, 1, "single", pure),
+        case("window single flash autocast dropout", WINDOW, 1, "single", {"dropout": 0.1}),
+        case("window single eager cpu fp32", WINDOW, 1, "single", {"precision": "fp32"}, gpu="cpu_epyc_2core"),
+        case("window fsdp 8 full ckpt", WINDOW, 8, "fsdp", checkpointing="full"),
+        case("window fsdp 8 attention ckpt", WINDOW, 8, "fsdp", checkpointing="selective"),
+        case("window fsdp 4 x tp 2 sp", WINDOW, 8, "fsdp", tp=2, sequence_parallel=True),
+        case("window fsdp 2 x cp 2 ulysses", WINDOW, 4, "fsdp", cp=2, cp_kind="ulysses"),
+        case("mistral-7b-v0.1 fsdp 16 full ckpt", "mistral-7b-v0.1", 16, "fsdp", {"seq_len": 8192}, checkpointing="full"),
     ]
 
 

@@ -141,7 +141,8 @@ PARTS = (
     Part("torch.compile", {"compile": True}), Part("CUDA graphs", {"cuda_graphs": True}), Part("dropout", {"dropout": 0.1}),
     Part("offload of optimizer states", {}, {"offload": "optimizer"}),
     Part("mixture of experts", model="mixtral-8x7b"), Part("latent attention", model="deepseek-v2-lite"),
-    Part("sliding windows", model={**LLAMA, "sliding_window": 128, "attention_pattern": "alternating"}),
+    Part("sliding windows", model={**LLAMA, "sliding_window": 128}),
+    Part("sliding windows in some layers", model={**LLAMA, "sliding_window": 128, "attention_pattern": "alternating"}),
 )
 
 

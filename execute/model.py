@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from costmodel.spec import Checkpointing, Model, Recipe
+from costmodel.spec.kinds import LayerKind, layer_kinds
 from execute.checkpoint import Around, checkpoint, checkpoint_ops, layer_groups
 from execute.dtypes import DTYPES
 from execute.experts import Experts, mixture
@@ -88,9 +89,10 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Projections, rotary positions, the attention core, the output projection."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, kind: LayerKind) -> None:
         super().__init__()
         self.context = context
+        self.window = kind.window
         m = context.model
         self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         if m.fused_qkv:
@@ -126,10 +128,11 @@ class Attention(nn.Module):
             v = context.sequence.enter(v)
             core = context.sequence.attention(core)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mask = tables.masks.get(self.window)
         if context.recompute_attention:
-            y = checkpoint(core, q, k, v, tables.mask, around=context.around, keep_rng=context.recipe.dropout > 0)
+            y = checkpoint(core, q, k, v, mask, around=context.around, keep_rng=context.recipe.dropout > 0)
         else:
-            y = core(q, k, v, tables.mask)
+            y = core(q, k, v, mask)
         y = y.transpose(1, 2)
         if context.sequence:
             y = context.sequence.leave(y)
@@ -137,7 +140,7 @@ class Attention(nn.Module):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         r = self.context.recipe
-        return self.context.kernels.attention(q, k, v, r.dropout, r.causal, r.attention)
+        return self.context.kernels.attention(q, k, v, r.dropout, r.causal, r.attention, self.window)
 
     def eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Scores, scale, mask, softmax, dropout, values, as nanoGPT writes it; k and v repeated for grouped queries."""
@@ -173,13 +176,13 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One Transformer layer: pre-norm, post-norm (OLMo 2: the norm follows the block, inside the residual), sandwich or parallel."""
 
-    def __init__(self, context: Context, index: int, checkpointed: bool) -> None:
+    def __init__(self, context: Context, kind: LayerKind, checkpointed: bool) -> None:
         super().__init__()
         m = context.model
         self.context = context
         self.checkpointed = checkpointed
         self.attention_norm = Norm(context, m.hidden)
-        self.attention = Attention(context)
+        self.attention = Attention(context, kind)
         if m.norms_per_layer == 4:
             self.attention_post_norm = Norm(context, m.hidden)
         if m.norms_per_layer >= 2:
@@ -226,12 +229,12 @@ class Layer(nn.Module):
 
 
 class Tables:
-    """Constants shared by the layers: rotary cosines and sines [tokens, 1, width], and the mask of eager attention."""
+    """Constants shared by the layers: rotary cosines and sines [tokens, 1, width], and the masks of eager attention by window."""
 
-    __slots__ = ("cos", "sin", "mask")
+    __slots__ = ("cos", "sin", "masks")
 
-    def __init__(self, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> None:
-        self.cos, self.sin, self.mask = cos, sin, mask
+    def __init__(self, cos: Tensor | None, sin: Tensor | None, masks: dict[int, Tensor]) -> None:
+        self.cos, self.sin, self.masks = cos, sin, masks
 
 
 class Head(nn.Linear):
@@ -248,11 +251,12 @@ class Head(nn.Linear):
 
 
 class Part(NamedTuple):
-    """A pipeline stage's part of a model: how many layers, and whether the embedding and the head are in it."""
+    """A pipeline stage's part of a model: how many layers, and whether the embedding and the head are in it; the first of them."""
 
     layers: int
     first: bool = True
     last: bool = True
+    begins: int = 0
 
 
 class Transformer(nn.Module):
@@ -273,7 +277,8 @@ class Transformer(nn.Module):
         alone = [len(indices) == 1 and on for indices, on in self.groups for _ in indices]
         if context.recompute_ops:
             alone = [True] * part.layers
-        self.layers = nn.ModuleList(Layer(context, i, alone[i]) for i in range(part.layers))
+        kinds = layer_kinds(m, r.seq_len)[part.begins:part.begins + part.layers]
+        self.layers = nn.ModuleList(Layer(context, kind, alone[i]) for i, kind in enumerate(kinds))
         if part.last:
             if m.final_norm:
                 self.final_norm = Norm(context, m.hidden)
@@ -286,14 +291,14 @@ class Transformer(nn.Module):
         if part.first and m.position_rows and context.sequence:
             self.register_buffer("places", torch.empty(context.tokens, dtype=torch.int64), persistent=False)
         if r.attention == "eager" and r.causal:
-            mask = torch.ones(r.seq_len, r.seq_len, dtype=torch.bool).triu(1)
-            self.register_buffer("mask", mask, persistent=False)
+            for window in sorted({kind.window for kind in layer_kinds(m, r.seq_len)}):
+                self.register_buffer(f"mask{window}", causal_mask(r.seq_len, window), persistent=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         m, c = self.context.model, self.context
         if self.part.first:
             x = self.embed(x)
-        tables = Tables(getattr(self, "cos", None), getattr(self, "sin", None), getattr(self, "mask", None))
+        tables = self.tables()
         for indices, on in self.groups:
             if on and len(indices) > 1:
                 x = checkpoint(self.run_layers, x, indices, tables, around=c.around, keep_rng=c.recipe.dropout > 0)
@@ -307,6 +312,11 @@ class Transformer(nn.Module):
         if targets is None:
             return self.head(x, tied=tied)
         return head_and_loss(c.recipe, x, self.head, tied, targets, c.around, m.logit_softcap)
+
+    def tables(self) -> Tables:
+        """The constants that its layers share."""
+        masks = {int(name.removeprefix("mask")): mask for name, mask in self.named_buffers(recurse=False) if name.startswith("mask")}
+        return Tables(getattr(self, "cos", None), getattr(self, "sin", None), masks)
 
     def embed(self, tokens: Tensor) -> Tensor:
         m = self.context.model
@@ -327,13 +337,20 @@ class Transformer(nn.Module):
             constants["sin"].copy_(sin)
         if "places" in constants:
             constants["places"].copy_(self.context.places())
-        if "mask" in constants:
-            constants["mask"].copy_(torch.ones_like(constants["mask"]).triu(1))
+        for name, mask in constants.items():
+            if name.startswith("mask"):
+                mask.copy_(causal_mask(mask.shape[0], int(name.removeprefix("mask"))))
 
     def run_layers(self, x: Tensor, indices: range, tables: Tables) -> Tensor:
         for i in indices:
             x = self.layers[i](x, tables)
         return x
+
+
+def causal_mask(tokens: int, window: int) -> Tensor:
+    """What a token does not see [tokens, tokens]: what comes after it, and with a window all but the last `window` tokens, itself among those."""
+    ones = torch.ones(tokens, tokens, dtype=torch.bool)
+    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
 
 
 def rotary_tables(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

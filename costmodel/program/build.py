@@ -35,7 +35,9 @@ from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
 from costmodel.program.parallel.zero import Zero1, Zero2
 from costmodel.program.tape import GradReady
+from costmodel.program.windows import refusals as window_refusals
 from costmodel.spec import PlanError, Run
+from costmodel.spec.kinds import layer_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"{' and a parallel residual' if m.parallel_residual else ''}",
              "Use 2; 4 with norm_placement = sandwich; 1 or 2 with a parallel residual."),
             (m.embedding_dim != m.hidden, "model.embedding_dim", m.embedding_dim, "an embedding narrower than the model", "Use embedding_dim = hidden."),
-            (0 < m.sliding_window < r.seq_len, "recipe.seq_len", r.seq_len, f"sliding-window attention (window {m.sliding_window})",
-             f"Use seq_len <= {m.sliding_window}, or model.sliding_window = 0 to count full attention."),
             (run.cluster.accelerator.kind not in ("cuda", "rocm", "cpu"), "cluster.accelerator", run.cluster.accelerator.name,
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
             (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
@@ -128,6 +128,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     if r.precision.compute == "fp8" or r.precision.fp8_gather or r.precision.fp8_parameters:
         yield from float8.refusals(run)
+    yield from window_refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
     yield from ContextParallel.refusals(run, resolved_attention(run))
@@ -150,8 +151,9 @@ class Builder:
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
-        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers, busiest=busiest),
-                                                             HEAD: head_unit(run, numbers)}
+        kind = layer_kinds(run.model, run.recipe.seq_len)[0]
+        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), HEAD: head_unit(run, numbers),
+                                                             LAYER: layer_unit(run, numbers, kind, busiest=busiest)}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
         """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""

@@ -14,6 +14,7 @@ from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
 from costmodel.program.tape import Back, Inner, Tape, Value
 from costmodel.spec import Run
+from costmodel.spec.kinds import LayerKind, layer_kinds
 from costmodel.spec.parameters import Param
 from costmodel.spec.recipe import DTYPE_BYTES
 
@@ -74,9 +75,9 @@ class Walk:
     """Records the ops of one unit of a model on a tape."""
 
     __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
-                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts")
+                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts", "window")
 
-    def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
+    def __init__(self, run: Run, numbers: Numbers, kind: LayerKind | None = None, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES)
         self.run = run
         self.n = numbers
@@ -97,7 +98,9 @@ class Walk:
         """Nodes whose results per-operation checkpointing keeps: attention, and every other matmul."""
         self.cached_flops = 0.0
         self.matmuls = 0
-        self.ep = ExpertParallel(run, busiest=busiest) if run.model.moe else None
+        self.ep = ExpertParallel(run, busiest=busiest) if kind is not None and kind.moe else None
+        self.window = kind.window if kind is not None else 0
+        """Tokens that a token sees in this layer; 0: all before it."""
         self.style = float8.style_of(run) if numbers.fp8 else None
         self.casts: dict[int, tuple[Value, Value]] = {}
         """fp8: the cast of a value, and what backward keeps of it."""
@@ -377,15 +380,16 @@ class Walk:
     def flash_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Fused attention: saves q, k, v, the output and an fp32 log-sum-exp per head and token; no s² tensor.
 
-        Forward 4·s²·d FLOPs per head, half where causality lets the kernel skip; backward 2.5 times that, for the scores are
-        computed again (FlashAttention-2, arXiv 2307.08691).
+        Forward 4·s²·d FLOPs per head, half where causality lets the kernel skip; with a window of w tokens (s - w/2)·w of the s²/2
+        pairs are left. Backward 2.5 times that, for the scores are computed again (FlashAttention-2, arXiv 2307.08691).
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         causal = self.run.recipe.causal
-        flops = 4.0 * b * self.heads * float(s) * s * m.head_dim * (0.5 if causal else 1.0)
+        keys = windowed_keys(s, self.window)
+        flops = 4.0 * b * self.heads * float(s) * keys * m.head_dim * (0.5 if causal else 1.0)
         out = self.tape.value("attention.core", q.numel, q.dtype)
         lse = Tensor("attention.lse", "activations", b * self.heads * s * 4)
-        dims = (b, self.heads, self.kv_heads, s, s, m.head_dim, int(causal))
+        dims = (b, self.heads, self.kv_heads, s, keys, m.head_dim, int(causal))
         moved = float(q.nbytes * 2 + k.nbytes + v.nbytes)
         name = f"attention:{n.attention}"
         backs = (Back("grad_q", "attention", 0, 2.5 * flops, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
@@ -399,7 +403,7 @@ class Walk:
 
         Megatron's scaled, masked softmax is one kernel. Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2
         bytes a score; scores themselves die. Causal
-        FLOPs are not halved: the whole square is computed.
+        FLOPs are not halved: the whole square is computed, whatever a window leaves of it.
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         groups = m.heads // m.kv_heads
@@ -504,20 +508,27 @@ def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
     if m.position_rows and run.plan.cp > 1 and run.plan.framework == "pytorch":
         out.append(Tensor("positions of this rank's tokens", "framework", 8 * s))
     if numbers.attention == "eager" and run.recipe.causal:
-        out.append(Tensor("attention mask", "framework", run.recipe.seq_len ** 2))
+        masks = len({kind.window for kind in set(layer_kinds(m, run.recipe.seq_len))})
+        out.append(Tensor("attention mask", "framework", masks * run.recipe.seq_len ** 2))
     return tuple(out)
 
 
-def model_attention_flops(run: Run) -> float:
-    """Attention FLOPs of one layer's forward over one micro-batch on one rank, the whole square counted (no causal halving)."""
+def windowed_keys(s: int, window: int) -> int:
+    """2w - w²/s: the keys of a causal square's worth of work, of which half is as much as s queries have that see w tokens each; s without a window."""
+    return 2 * window - window * window // s if window else s
+
+
+def model_attention_flops(run: Run, kind: LayerKind) -> float:
+    """Attention FLOPs of one layer's forward over one micro-batch on one rank: every query by every key, no causal halving; by w of them where
+    tokens see w (OLMo-core, num_flops_per_token; nanochat, estimate_flops)."""
     m, r = run.model, run.recipe
-    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / (run.plan.cp * run.plan.tp)
+    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * (kind.window or r.seq_len) / (run.plan.cp * run.plan.tp)
 
 
-def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
+def layer_unit(run: Run, numbers: Numbers, kind: LayerKind, *, busiest: bool = True) -> Unit:
     """One layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
     m = run.model
-    w = Walk(run, numbers, busiest=busiest)
+    w = Walk(run, numbers, kind, busiest=busiest)
     x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     n = m.norms_per_layer
     if m.parallel_residual:
@@ -526,7 +537,7 @@ def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
         a = w.dropout(w.attention(first), "attention.out")
         f = w.dropout(w.mlp(second), "mlp.down")
         y = w.add(w.add(x, a, "attention.residual"), f, "hidden")
-        return _unit(w, x, y, model_attention_flops(run))
+        return _unit(w, x, y, model_attention_flops(run, kind))
     post = m.norm_placement == "post"
     a = w.dropout(w.attention(x if post else w.norm(x, "attention_norm", m.hidden)), "attention.out")
     if post:
@@ -541,7 +552,7 @@ def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
     elif n == 4:
         f = w.norm(f, "mlp_post_norm", m.hidden)
     y = w.add(mid, f, "hidden")
-    return _unit(w, x, y, model_attention_flops(run))
+    return _unit(w, x, y, model_attention_flops(run, kind))
 
 
 def embedding_unit(run: Run, numbers: Numbers) -> Unit:

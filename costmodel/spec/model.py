@@ -94,8 +94,11 @@ class Model(Spec):
     attention_sinks: bool = False
     parallel_residual: bool = False
     sliding_window: int = Field(0, ge=0)
-    """Tokens a sliding layer sees; 0 where every layer sees all."""
+    """Tokens a sliding layer sees, the token itself the last of them; 0 where every layer sees all."""
     attention_pattern: AttentionPattern = "global"
+    """Which layers slide: none, all, every second from the first on, or as `window_pattern` says. "sliding" where a window alone is given."""
+    window_pattern: str = ""
+    """Of a mixed pattern: S for a layer with the window, L for one that sees all, repeated over the layers ("SSSL")."""
     embedding_dim: int = Field(0, ge=0)
     """Width of the embedding table; 0 is read as `hidden`."""
     logit_softcap: float = Field(0.0, ge=0)
@@ -129,6 +132,10 @@ class Model(Spec):
                 data["head_dim"] = hidden // heads
         if not data.get("embedding_dim") and isinstance(hidden, int):
             data["embedding_dim"] = hidden
+        if data.get("window_pattern"):
+            data.setdefault("attention_pattern", "mixed")
+        if data.get("sliding_window"):
+            data.setdefault("attention_pattern", "sliding")
         return data
 
     @model_validator(mode="after")
@@ -141,6 +148,18 @@ class Model(Spec):
         if self.positions == "learned" and not self.position_rows:
             raise PlanError("model.position_rows", 0, "learned positions need the number of rows of their table.",
                             "Use position_rows = the longest sequence, for example 1024.")
+        return self
+
+    @model_validator(mode="after")
+    def _pattern_of_windows(self) -> "Model":
+        if set(self.window_pattern) - {"S", "L"}:
+            raise PlanError("model.window_pattern", self.window_pattern, "it has letters beside S (window) and L (all).", "Use SSSL, say.")
+        if self.window_pattern and self.attention_pattern != "mixed":
+            raise PlanError("model.window_pattern", self.window_pattern, f"it says which layers of a mixed pattern slide, and this one is "
+                            f"{self.attention_pattern}.", "Use attention_pattern = mixed, or no window_pattern.")
+        if self.sliding_window and self.attention_pattern == "global":
+            raise PlanError("model.sliding_window", self.sliding_window, "with attention_pattern = global every layer sees all.",
+                            "Use attention_pattern = sliding, or sliding_window = 0.")
         return self
 
     @property

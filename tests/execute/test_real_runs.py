@@ -26,6 +26,7 @@ ALONE = {
     "llama": cpu_run(LLAMA), "llama, peak in a layer": cpu_run(DEEP), "gpt, dropout, eager": cpu_run(DEEP_GPT, recipe={"dropout": 0.1, "attention": "eager"}),
     "autocast": cpu_run(DEEP, recipe={"precision": "bf16-mixed"}), "full checkpointing": cpu_run(DEEP, checkpointing="full"),
     "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
+    "windows": cpu_run({**DEEP, "sliding_window": 32}, recipe={"attention": "eager"}),
     "moe": cpu_run(MIXTURE), "moe, autocast": cpu_run(MIXTURE, recipe={"precision": "bf16-mixed"}),
     "muon": cpu_run(DEEP, recipe={"optimizer": "muon"}), "nanochat": cpu_run(DEEP, framework="nanochat"),
     "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),

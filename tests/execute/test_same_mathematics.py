@@ -59,6 +59,7 @@ TWO = {
     "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
         {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
     "pp zbv": Case({"strategy": "ddp", "pp": 2, "schedule": "zbv"}, (4,)), "pp dualpipev": Case({"strategy": "ddp", "pp": 2, "schedule": "dualpipev"}, (4,)),
+    "windows, fsdp": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), {**LLAMA, "sliding_window": 5}, recipe={"attention": "eager"}),
     "nanochat": Case({"strategy": "muon-distributed"}, (2,), LLAMA, 0.0, ("adamw",)),
 }
 FOUR = {
