@@ -13,7 +13,7 @@ from costmodel.spec import Run
 from execute import compat
 from execute.assemble import build
 from execute.dtypes import DTYPES, word
-from execute.model import Layer, Tables, Transformer
+from execute.model import Layer, Transformer
 
 
 class Saved(NamedTuple):
