@@ -27,6 +27,13 @@ SPLIT_GPT = {**GPT, "fused_qkv": False}
 HEADS = {"layers": 2, "hidden": 64, "heads": 16, "kv_heads": 4, "head_dim": 128, "ffn": 64, "vocab": 64}
 """Attention much wider than the rest: the peak lies in it."""
 EIGHT = {**LLAMA, "layers": 8}
+LATENT = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 1408, "vocab": 256,
+          "mla": {"q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}}
+"""DeepSeek-V3's proportions."""
+WHOLE_QUERIES = {**LATENT, "mla": {**LATENT["mla"], "q_lora_rank": 0}}
+"""DeepSeek-V2-Lite's way."""
+LATENT_HEADS = {**LATENT, "layers": 2, "hidden": 64, "heads": 16, "ffn": 64, "vocab": 64}
+"""The peak lies in attention."""
 WINDOW = {**DEEP, "sliding_window": 128}
 """Mistral's way: every layer sees the last tokens alone."""
 MIXTURE = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 704}}
@@ -139,7 +146,7 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + window_cases()
+    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + window_cases() + latent_cases()
 
 
 def optimizer_cases() -> list[Case]:
@@ -322,6 +329,34 @@ def window_cases() -> list[Case]:
         case("window fsdp 4 x tp 2 sp", WINDOW, 8, "fsdp", tp=2, sequence_parallel=True),
         case("window fsdp 2 x cp 2 ulysses", WINDOW, 4, "fsdp", cp=2, cp_kind="ulysses"),
         case("mistral-7b-v0.1 fsdp 16 full ckpt", "mistral-7b-v0.1", 16, "fsdp", {"seq_len": 8192}, checkpointing="full"),
+    ]
+
+
+def latent_cases() -> list[Case]:
+    """Latent attention, with and without a latent for queries."""
+    pure, cpu = {"precision": "bf16-pure"}, "cpu_epyc_2core"
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    return [
+        case("latent single bf16-pure", LATENT, 1, "single", pure),
+        case("latent single autocast", LATENT, 1, "single"),
+        case("latent single fp32", LATENT, 1, "single", {"precision": "fp32"}),
+        case("latent single queries whole", WHOLE_QUERIES, 1, "single", pure),
+        case("latent single wide heads", LATENT_HEADS, 1, "single", pure),
+        case("latent single wide heads autocast", LATENT_HEADS, 1, "single"),
+        case("latent single eager dropout", LATENT, 1, "single", {**pure, "attention": "eager", "dropout": 0.1}),
+        case("latent single eager one sequence", LATENT_HEADS, 1, "single", {**pure, "attention": "eager", "micro_batch": 1}),
+        case("latent single cpu eager fp32", LATENT, 1, "single", {"precision": "fp32", "attention": "eager"}, gpu=cpu),
+        case("latent single cpu sdpa fp32", LATENT, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("latent ddp 8", LATENT, 8, "ddp"),
+        case("latent zero1 4", WHOLE_QUERIES, 4, "zero1", pure),
+        case("latent fsdp 8", LATENT, 8, "fsdp"),
+        case("latent fsdp 8 tiny", LATENT, 8, "fsdp", tiny),
+        case("latent fsdp 8 full ckpt", LATENT, 8, "fsdp", {"micro_batch": 8}, checkpointing="full"),
+        case("latent fsdp 8 attention ckpt", LATENT, 8, "fsdp", checkpointing="selective"),
+        case("latent fsdp 8 op ckpt", LATENT, 8, "fsdp", checkpointing="selective:op"),
+        case("latent pp 4 x fsdp 2 middle", {**LATENT, "layers": 8}, 8, "fsdp", {"grad_accum": 4}, stage=1, pp=4, reshard_after_forward=False),
+        case("latent pp 4 zb-h1 middle", {**LATENT, "layers": 8}, 4, "ddp", {**pure, "grad_accum": 8}, stage=1, pp=4, schedule="zb-h1"),
+        case("latent moe fsdp 8 x ep 4", {**LATENT, "moe": MIXTURE["moe"]}, 8, "fsdp", ep=4),
     ]
 
 

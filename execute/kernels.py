@@ -94,13 +94,16 @@ class CudaTable:
         """The operator that scaled_dot_product_attention picks on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
         16-bit inputs: flash (or cuDNN where asked), which keeps q, k, v, the output and a float32 log-sum-exp. float32: the
-        memory-efficient kernel, which has no grouped queries: with fewer key heads than query heads the math path runs.
+        memory-efficient kernel, which has no grouped queries: with fewer key heads than query heads the math path runs. Values narrower
+        than queries: the memory-efficient kernel, or cuDNN's, which keep the same.
         """
         if _autocast():
             low = torch.get_autocast_dtype("cpu")
             q, k, v = q.to(low), k.to(low), v.to(low)
         if window:
             return windowed_flash(q, k, v, p, window)
+        if q.shape[-1] != v.shape[-1] and kind != "cudnn":
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, causal)[0]
         if q.dtype == torch.float32:
             if q.shape[1] != k.shape[1]:
                 return aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]

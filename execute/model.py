@@ -107,8 +107,9 @@ class Attention(nn.Module):
             self.k_norm = Norm(context, self.kv_width if full else m.head_dim, weight=weight, bias=False)
         self.out = context.linear(self.q_width, m.hidden, bias=m.attention_out_bias)
 
-    def forward(self, x: Tensor, tables: "Tables") -> Tensor:
-        m, context = self.context.model, self.context
+    def queries_keys_values(self, x: Tensor, tables: "Tables") -> tuple[Tensor, Tensor, Tensor]:
+        """Of every token and head, [batch, tokens, heads, head_dim]."""
+        m = self.context.model
         batch, tokens, _ = x.shape
         if m.fused_qkv:
             q, k, v = self.qkv(x).split((self.q_width, self.kv_width, self.kv_width), -1)
@@ -121,6 +122,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if m.positions == "rope":
             q, k = rotate(q, tables), rotate(k, tables)
+        return q, k, v
+
+    def forward(self, x: Tensor, tables: "Tables") -> Tensor:
+        context = self.context
+        batch, tokens, _ = x.shape
+        q, k, v = self.queries_keys_values(x, tables)
         core = self.eager if context.recipe.attention == "eager" else self.fused
         if context.sequence:
             q = context.sequence.enter(q)
@@ -154,6 +161,39 @@ class Attention(nn.Module):
         return weights @ v
 
 
+class LatentAttention(Attention):
+    """Attention whose queries, and keys with values, come of narrow latents (DeepSeek-V2), as torchtitan's deepseek_v3 has it."""
+
+    def __init__(self, context: Context, kind: LayerKind) -> None:
+        nn.Module.__init__(self)
+        m = context.model
+        assert m.mla is not None
+        self.context, self.window, self.mla = context, kind.window, m.mla
+        if m.mla.q_lora_rank:
+            self.q_a = context.linear(m.hidden, m.mla.q_lora_rank, bias=False)
+            self.q_a_norm = Norm(context, m.mla.q_lora_rank, bias=False)
+            self.q_b = context.linear(m.mla.q_lora_rank, m.heads * m.head_dim, bias=False)
+        else:
+            self.q = context.linear(m.hidden, m.heads * m.head_dim, bias=False)
+        self.kv_a = context.linear(m.hidden, m.mla.kv_lora_rank + m.mla.qk_rope_head_dim, bias=False)
+        self.kv_a_norm = Norm(context, m.mla.kv_lora_rank, bias=False)
+        self.kv_b = context.linear(m.mla.kv_lora_rank, m.heads * (m.mla.qk_nope_head_dim + m.mla.v_head_dim), bias=False)
+        self.out = context.linear(m.heads * m.mla.v_head_dim, m.hidden, bias=m.attention_out_bias)
+
+    def queries_keys_values(self, x: Tensor, tables: "Tables") -> tuple[Tensor, Tensor, Tensor]:
+        mla, heads = self.mla, self.context.model.heads
+        batch, tokens, _ = x.shape
+        q = self.q_b(self.q_a_norm(self.q_a(x))) if mla.q_lora_rank else self.q(x)
+        q_nope, q_rope = q.view(batch, tokens, heads, -1).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), -1)
+        q = torch.cat((q_nope, rotate(q_rope, tables)), -1)
+        del q_nope, q_rope
+        latent, k_rope = self.kv_a(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        k_rope = rotate(k_rope.unsqueeze(2), tables)
+        kv = self.kv_b(self.kv_a_norm(latent)).view(batch, tokens, heads, -1)
+        k_nope, v = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), -1)
+        return q, torch.cat((k_nope, k_rope.expand(-1, -1, heads, -1)), -1), v
+
+
 class FeedForward(nn.Module):
     """Two matrices around an activation, or three with a gate."""
 
@@ -182,7 +222,7 @@ class Layer(nn.Module):
         self.context = context
         self.checkpointed = checkpointed
         self.attention_norm = Norm(context, m.hidden)
-        self.attention = Attention(context, kind)
+        self.attention = (LatentAttention if m.mla else Attention)(context, kind)
         if m.norms_per_layer == 4:
             self.attention_post_norm = Norm(context, m.hidden)
         if m.norms_per_layer >= 2:
@@ -284,7 +324,7 @@ class Transformer(nn.Module):
                 self.final_norm = Norm(context, m.hidden)
             self.head = Head(m)
         if m.positions == "rope":
-            self.rotary_width = int(m.head_dim * m.rotary_fraction)
+            self.rotary_width = m.mla.qk_rope_head_dim if m.mla else int(m.head_dim * m.rotary_fraction)
             cos, sin = rotary_tables(torch.arange(context.tokens), self.rotary_width, context.compute)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)

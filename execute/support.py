@@ -61,7 +61,9 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
         yield PlanError("plan.checkpointing", p.checkpointing.ops, "selective checkpointing knows attention and op.", "Use selective.")
-    for field, value, off in (("mla", m.mla is not None, False), ("mtp_depth", m.mtp_depth, 0),
+    if m.mla is not None:
+        yield from _latent(run)
+    for field, value, off in (("mtp_depth", m.mtp_depth, 0),
                               ("hybrid", m.hybrid, ""), ("attention_sinks", m.attention_sinks, False), ("extra_params", m.extra_params, 0),
                               ("embedding_dim", m.embedding_dim, m.hidden)):
         if value != off:
@@ -99,6 +101,18 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _latent(run: Run) -> Iterator[PlanError]:
+    """What latent attention is not performed with."""
+    m, p, r = run.model, run.plan, run.recipe
+    for on, field, value, fix in (
+            (r.attention not in ("sdpa", "eager", "cudnn"), "recipe.attention", r.attention, "attention = sdpa or eager"),
+            (m.norm != "rmsnorm", "model.norm", m.norm, "norm = rmsnorm"), (m.positions != "rope", "model.positions", m.positions, "positions = rope"),
+            (p.framework != "pytorch", "plan.framework", p.framework, "framework = pytorch"), (p.tp > 1, "plan.tp", p.tp, "tp = 1"),
+            (p.cp > 1, "plan.cp", p.cp, "cp = 1")):
+        if on:
+            yield PlanError(field, value, "execute does not perform this with latent attention.", f"Use {fix}.")
 
 
 def _windows(run: Run) -> set[int]:

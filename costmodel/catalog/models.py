@@ -73,7 +73,6 @@ def unsupported_reason(model: Model) -> str | None:
     missing = [feature for feature, present in (
         ("dense layers before a mixture of experts (MoE)", model.moe is not None and model.moe.first_dense_layers > 0),
         ("biases of experts", model.moe is not None and model.moe.expert_bias),
-        ("multi-head latent attention (MLA)", model.mla is not None),
         ("multi-token prediction (MTP)", model.mtp_depth > 0),
         (f"hybrid layers ({model.hybrid})", bool(model.hybrid)),
         ("attention sinks", model.attention_sinks),

@@ -9,6 +9,7 @@ from costmodel.program import float8
 from costmodel.program.halves import Halves
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
+from costmodel.program.latent import refusals as latent_refusals
 from costmodel.program.layers import (
     Numbers,
     Unit,
@@ -94,7 +95,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
     """What can be described but not predicted yet."""
     m, p, r = run.model, run.plan, run.recipe
     for on, field, value, what, fix in (
-            (m.mla is not None, "model", m.name, "multi-head latent attention", "Use a model with ordinary attention."),
             (m.mtp_depth > 0, "model.mtp_depth", m.mtp_depth, "multi-token prediction", "Use mtp_depth = 0."),
             (bool(m.hybrid), "model.hybrid", m.hybrid, f"{m.hybrid or 'hybrid'} layers", "Use a pure Transformer."),
             (m.attention_sinks, "model.attention_sinks", True, "attention sinks", "Use a model without sinks."),
@@ -128,6 +128,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     if r.precision.compute == "fp8" or r.precision.fp8_gather or r.precision.fp8_parameters:
         yield from float8.refusals(run)
+    yield from latent_refusals(run)
     yield from window_refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from costmodel.program import float8
 from costmodel.program.experts import mixture
 from costmodel.program.ir import Comm, Tensor
+from costmodel.program.latent import kernel as latent_kernel
+from costmodel.program.latent import queries_keys_values
 from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
@@ -63,6 +65,8 @@ def resolved_attention(run: Run) -> str:
     r, acc = run.recipe, run.cluster.accelerator
     if r.attention != "sdpa":
         return r.attention
+    if run.model.mla is not None:
+        return latent_kernel(run)
     if acc.kernel_table == "cpu":
         return "math" if r.dropout else "cpu"
     low = r.precision.compute in ("bf16", "fp16", "fp8") and run.model.head_dim <= 256
@@ -75,7 +79,7 @@ class Walk:
     """Records the ops of one unit of a model on a tape."""
 
     __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
-                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts", "window")
+                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts", "window", "value_dim")
 
     def __init__(self, run: Run, numbers: Numbers, kind: LayerKind | None = None, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES)
@@ -101,6 +105,8 @@ class Walk:
         self.ep = ExpertParallel(run, busiest=busiest) if kind is not None and kind.moe else None
         self.window = kind.window if kind is not None else 0
         """Tokens that a token sees in this layer; 0: all before it."""
+        self.value_dim = m.mla.v_head_dim if m.mla else m.head_dim
+        """Width of a head's values; that of its queries and keys is model.head_dim."""
         self.style = float8.style_of(run) if numbers.fp8 else None
         self.casts: dict[int, tuple[Value, Value]] = {}
         """fp8: the cast of a value, and what backward keeps of it."""
@@ -304,6 +310,21 @@ class Walk:
 
     def attention(self, x: Value) -> Value:
         """Self-attention from the normed input to the output projection."""
+        m = self.run.model
+        if m.mla is not None:
+            q, k, v = (self.cast(t, self.n.act) for t in queries_keys_values(self, x))
+        else:
+            q, k, v = self.queries_keys_values(x)
+        chk = self.run.plan.checkpointing
+        if chk.mode == "selective" and "attention" in chk.ops:
+            out = self._checkpointed_core(q, k, v)
+        else:
+            out = self.attention_core(q, k, v)
+        out = self.cp.leave(self, out)
+        return self.tp.leave(self, self.linear(out, "attention.out", m.hidden, self.heads * self.value_dim, m.attention_out_bias), "attention.out")
+
+    def queries_keys_values(self, x: Value) -> tuple[Value, Value, Value]:
+        """From the normed input to what attention takes."""
         m, n = self.run.model, self.n
         h, qw, kw = m.hidden, self.heads * m.head_dim, self.kv_heads * m.head_dim
         x = self.tp.enter(self, x, "attention")
@@ -326,13 +347,7 @@ class Walk:
         q, k, v = self.cp.enter(self, tuple(self.cast(t, n.act) for t in (q, k, v)), fused=fused)
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
-        chk = self.run.plan.checkpointing
-        if chk.mode == "selective" and "attention" in chk.ops:
-            out = self._checkpointed_core(q, k, v)
-        else:
-            out = self.attention_core(q, k, v)
-        out = self.cp.leave(self, out)
-        return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
+        return q, k, v
 
     def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:
         """One matmul, views of its output; backward concatenates their gradients before its own matmuls.
@@ -381,18 +396,21 @@ class Walk:
         """Fused attention: saves q, k, v, the output and an fp32 log-sum-exp per head and token; no s² tensor.
 
         Forward 4·s²·d FLOPs per head, half where causality lets the kernel skip; with a window of w tokens (s - w/2)·w of the s²/2
-        pairs are left. Backward 2.5 times that, for the scores are computed again (FlashAttention-2, arXiv 2307.08691).
+        pairs are left. Backward 2.5 times that, for the scores are computed again (FlashAttention-2, arXiv 2307.08691): two products
+        become five, of which three are as wide as queries and two as values, where those differ.
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         causal = self.run.recipe.causal
         keys = windowed_keys(s, self.window)
-        flops = 4.0 * b * self.heads * float(s) * keys * m.head_dim * (0.5 if causal else 1.0)
-        out = self.tape.value("attention.core", q.numel, q.dtype)
+        d, dv = m.head_dim, self.value_dim
+        pairs = 2.0 * b * self.heads * float(s) * keys * (0.5 if causal else 1.0)
+        flops, again = pairs * (d + dv), pairs * (3 * d + 2 * dv)
+        out = self.tape.value("attention.core", b * s * self.heads * dv, q.dtype)
         lse = Tensor("attention.lse", "activations", b * self.heads * s * 4)
         dims = (b, self.heads, self.kv_heads, s, keys, m.head_dim, int(causal))
-        moved = float(q.nbytes * 2 + k.nbytes + v.nbytes)
+        moved = float(q.nbytes + out.nbytes + k.nbytes + v.nbytes)
         name = f"attention:{n.attention}"
-        backs = (Back("grad_q", "attention", 0, 2.5 * flops, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
+        backs = (Back("grad_q", "attention", 0, again, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
                  Back("grad_k", "memory", 1, kernels=0, dtype=n.act), Back("grad_v", "memory", 2, kernels=0, dtype=n.act))
         self.tape.record(name, "attention", (q, k, v), (out,), saved=(q, k, v, out), extra=(lse,), backs=backs, flops=flops,
                          nbytes=moved, dims=(*dims, 0), dtype=n.act, kernels=1)
@@ -407,12 +425,13 @@ class Walk:
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         groups = m.heads // m.kv_heads
-        scores_numel, d, e = b * self.heads * s * s, m.head_dim, self.e
-        flops = 2.0 * b * self.heads * float(s) * s * d
-        moved = float(e * (b * self.heads * (2 * s * d) + scores_numel))
+        scores_numel, d, dv, e = b * self.heads * s * s, m.head_dim, self.value_dim, self.e
+        flops, weighing = (2.0 * b * self.heads * float(s) * s * width for width in (d, dv))
+        moved, gathered = (float(e * (b * self.heads * (2 * s * width) + scores_numel)) for width in (d, dv))
         k, v = (self._repeat(t, groups) for t in (k, v))
         scores = self.tape.value("attention.scores", scores_numel, n.act)
         scored, weighted = (b * self.heads, s, s, d), (b * self.heads, s, d, s)
+        valued, summed = (b * self.heads, s, s, dv), (b * self.heads, s, dv, s)
         self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=n.act,
                          backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, n.act),
                                 Back("grad_k", "matmul", 1, flops, moved, weighted, n.act)))
@@ -431,9 +450,10 @@ class Walk:
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
         used = self.cast(self.dropout(probs, "attention.probs"), n.act)
-        out = self.tape.value("attention.core", q.numel, n.act)
-        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=weighted, dtype=n.act,
-                         backs=(Back("grad_p", "matmul", 0, flops, moved, scored, n.act), Back("grad_v", "matmul", 1, flops, moved, weighted, n.act)))
+        out = self.tape.value("attention.core", b * s * self.heads * dv, n.act)
+        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=weighing, nbytes=gathered, dims=summed, dtype=n.act,
+                         backs=(Back("grad_p", "matmul", 0, weighing, gathered, valued, n.act),
+                                Back("grad_v", "matmul", 1, weighing, gathered, summed, n.act)))
         merged = self.tape.value("attention.merged", out.numel, n.act)
         self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=n.act,
                          backs=(Back("grad", "memory", 0, alias=True),))
@@ -504,7 +524,8 @@ def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
     m, s = run.model, run.recipe.seq_len // run.plan.cp
     out: list[Tensor] = []
     if m.positions == "rope" and m.rotary_fraction:
-        out.append(Tensor("rotary tables", "framework", 2 * s * int(m.head_dim * m.rotary_fraction) * DTYPE_BYTES[numbers.act]))
+        width = m.mla.qk_rope_head_dim if m.mla else int(m.head_dim * m.rotary_fraction)
+        out.append(Tensor("rotary tables", "framework", 2 * s * width * DTYPE_BYTES[numbers.act]))
     if m.position_rows and run.plan.cp > 1 and run.plan.framework == "pytorch":
         out.append(Tensor("positions of this rank's tokens", "framework", 8 * s))
     if numbers.attention == "eager" and run.recipe.causal:
@@ -522,7 +543,8 @@ def model_attention_flops(run: Run, kind: LayerKind) -> float:
     """Attention FLOPs of one layer's forward over one micro-batch on one rank: every query by every key, no causal halving; by w of them where
     tokens see w (OLMo-core, num_flops_per_token; nanochat, estimate_flops)."""
     m, r = run.model, run.recipe
-    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * (kind.window or r.seq_len) / (run.plan.cp * run.plan.tp)
+    both = m.head_dim + (m.mla.v_head_dim if m.mla else m.head_dim)
+    return 2.0 * r.micro_batch * m.heads * both * float(r.seq_len) * (kind.window or r.seq_len) / (run.plan.cp * run.plan.tp)
 
 
 def layer_unit(run: Run, numbers: Numbers, kind: LayerKind, *, busiest: bool = True) -> Unit:

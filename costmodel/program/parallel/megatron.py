@@ -20,7 +20,8 @@ from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 
-WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias")
+WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias", "attention.q_a.weight",
+                       "attention.kv_a.weight")
 """Weights beside the norms that every tp rank holds and, under sequence parallelism, sees a part of the tokens with."""
 
 
