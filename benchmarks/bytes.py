@@ -146,7 +146,7 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + window_cases() + latent_cases()
+    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
 
 
 def optimizer_cases() -> list[Case]:
@@ -317,6 +317,10 @@ def expert_cases() -> list[Case]:
     ]
 
 
+def attention_cases() -> list[Case]:
+    return window_cases() + latent_cases() + kind_cases()
+
+
 def window_cases() -> list[Case]:
     """Sliding windows: flash kernels that skip, and masks."""
     pure = {"precision": "bf16-pure"}
@@ -357,6 +361,45 @@ def latent_cases() -> list[Case]:
         case("latent pp 4 x fsdp 2 middle", {**LATENT, "layers": 8}, 8, "fsdp", {"grad_accum": 4}, stage=1, pp=4, reshard_after_forward=False),
         case("latent pp 4 zb-h1 middle", {**LATENT, "layers": 8}, 4, "ddp", {**pure, "grad_accum": 8}, stage=1, pp=4, schedule="zb-h1"),
         case("latent moe fsdp 8 x ep 4", {**LATENT, "moe": MIXTURE["moe"]}, 8, "fsdp", ep=4),
+    ]
+
+
+def kind_cases() -> list[Case]:
+    """Layers of several kinds: windows in some, dense layers before a mixture."""
+    pure, cpu = {"precision": "bf16-pure"}, "cpu_epyc_2core"
+    some = {**EIGHT, "vocab": 256, "sliding_window": 128, "window_pattern": "SSL"}
+    first = {**MIXTURE, "layers": 6, "vocab": 256, "moe": {**MIXTURE["moe"], "first_dense_layers": 2}}
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    kept = {"reshard_after_forward": False}
+    eight = {**first, "layers": 8, "vocab": 4096, "moe": {**first["moe"], "first_dense_layers": 3}}
+    return [
+        case("kinds windows single", some, 1, "single", pure),
+        case("kinds windows single autocast ckpt", some, 1, "single", checkpointing="full"),
+        case("kinds windows cpu eager fp32", some, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("kinds windows fsdp 8 every 2nd", some, 8, "fsdp", checkpointing="every:2"),
+        case("kinds windows fsdp 8 groups of 2", some, 8, "fsdp", {"micro_batch": 8}, checkpointing="full:2"),
+        case("kinds windows ddp 8 small buckets", some, 8, "ddp", bucket_mb=2),
+        case("kinds windows pp 4 x fsdp 2 middle", some, 8, "fsdp", {"grad_accum": 4}, stage=2, pp=4, **kept),
+        case("kinds dense first single", first, 1, "single", pure),
+        case("kinds dense first single cpu fp32", first, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("kinds dense first autocast ckpt", first, 1, "single", {"micro_batch": 4}, checkpointing="full"),
+        case("kinds dense first op ckpt", first, 1, "single", pure, checkpointing="selective:op"),
+        case("kinds dense first ddp 8", first, 8, "ddp", bucket_mb=2),
+        case("kinds dense first zero1 4", first, 4, "zero1", pure),
+        case("kinds dense first zero2 4", first, 4, "zero2", pure),
+        case("kinds dense first fsdp 8", first, 8, "fsdp"),
+        case("kinds dense first fsdp 8 tiny foreach", first, 8, "fsdp", {**tiny, "optimizer": "adamw:foreach"}),
+        case("kinds dense first fsdp 8 full ckpt", first, 8, "fsdp", {"micro_batch": 4}, checkpointing="full"),
+        case("kinds dense first fsdp 8 kept accumulate", first, 8, "fsdp", {"grad_accum": 2}, **kept),
+        case("kinds dense first hsdp 2 x 4", first, 8, "hsdp", {**tiny, "grad_accum": 2}, dp_shard=4),
+        case("kinds dense first fsdp 8 x ep 4", first, 8, "fsdp", ep=4),
+        case("kinds dense first fsdp 8 x ep 8 tiny", first, 8, "fsdp", tiny, ep=8),
+        case("kinds dense first fsdp 8 x ep 4 full ckpt", first, 8, "fsdp", {"micro_batch": 4}, ep=4, checkpointing="full"),
+        case("kinds dense first fsdp 8 x ep 4 every 2nd", first, 8, "fsdp", tiny, ep=4, checkpointing="every:2"),
+        case("kinds dense first fsdp 8 x ep 4 accumulate, no sync", first, 8, "fsdp", {"grad_accum": 2}, ep=4, sync_each_micro_batch=False),
+        *(case(f"kinds dense first pp 4 x fsdp 2 rank {r}", eight, 8, "fsdp", {"grad_accum": 4}, stage=r, pp=4, **kept) for r in (0, 1, 3)),
+        case("kinds dense first pp 4 x ddp 2 rank 1", eight, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=4),
+        case("deepseek-v2-lite fsdp 64 x ep 8 full ckpt", "deepseek-v2-lite", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]
 
 

@@ -220,6 +220,7 @@ class Layer(nn.Module):
         super().__init__()
         m = context.model
         self.context = context
+        self.moe = kind.moe
         self.checkpointed = checkpointed
         self.attention_norm = Norm(context, m.hidden)
         self.attention = (LatentAttention if m.mla else Attention)(context, kind)
@@ -227,7 +228,7 @@ class Layer(nn.Module):
             self.attention_post_norm = Norm(context, m.hidden)
         if m.norms_per_layer >= 2:
             self.mlp_norm = Norm(context, m.hidden)
-        if m.moe is None:
+        if m.moe is None or not kind.moe:
             self.mlp = FeedForward(context, m.ffn, m.mlp_bias)
         else:
             self.router = nn.Linear(m.hidden, m.moe.experts, bias=m.moe.router_bias)
@@ -240,7 +241,7 @@ class Layer(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward block: dense, or a mixture of experts with those that every token uses beside it."""
         m, r = self.context.model, self.context.recipe
-        if m.moe is None:
+        if m.moe is None or not self.moe:
             return self.mlp(x)
         y = mixture(x, self.router, self.experts, m.moe.top_k, m.moe.router_score, m.moe.aux_loss_coefficient / r.grad_accum)
         return y + self.shared(x) if m.moe.shared_ffn else y

@@ -270,8 +270,9 @@ def _experts(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
     if m.moe is None:
         return
-    if m.moe.first_dense_layers:
-        yield PlanError("model.moe.first_dense_layers", m.moe.first_dense_layers, "execute builds equal layers only.", "Use first_dense_layers = 0.")
+    if m.moe.first_dense_layers >= m.layers:
+        yield PlanError("model.moe.first_dense_layers", m.moe.first_dense_layers, "no layer is left for the mixture of experts.",
+                        f"Use first_dense_layers < {m.layers}.")
     if m.moe.expert_bias:
         yield PlanError("model.moe.expert_bias", True, "a grouped matrix product has no bias.", "Use expert_bias = false.")
     if m.moe.shared_experts and not m.moe.shared_ffn:

@@ -19,12 +19,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
     if not 0 < m.sliding_window < r.seq_len:
         return
-    windows = {kind.window for kind in layer_kinds(m, r.seq_len)}
-    if windows == {0}:
+    if not any(kind.window for kind in layer_kinds(m, r.seq_len)):
         return
-    if len(windows) > 1:
-        yield PlanError("model.attention_pattern", m.attention_pattern, "layers with and without a window: not predicted yet.",
-                        f"Use seq_len <= {m.sliding_window}, or model.sliding_window = 0 to count full attention.")
     window = f"sliding-window attention (window {m.sliding_window})"
     megatron = p.framework == "megatron"
     if r.attention == "sdpa" and not megatron:

@@ -22,7 +22,7 @@ ALONE: dict[str, Any] = {"latent": cpu_run(LATENT, recipe=EAGER), "llama": cpu_r
                          "chunked loss": cpu_run(LLAMA, recipe={**EAGER, "loss": "chunked"})}
 SPREAD: dict[str, Any] = {"accumulating": cpu_run(LLAMA, "fsdp", 2, recipe={"grad_accum": 3}), "every second layer": cpu_run(LLAMA, checkpointing="every:2"),
                           "attention again": cpu_run(LLAMA, checkpointing="selective"), "tp": cpu_run(LLAMA, "ddp", 2, tp=2, dp=1),
-                          "windows": cpu_run({**LLAMA, "sliding_window": 32}, recipe=EAGER, checkpointing="full"),
+                          "windows": cpu_run({**LLAMA, "layers": 4, "sliding_window": 32, "window_pattern": "SSL"}, recipe=EAGER, checkpointing="full"),
                           "pp": cpu_run(LLAMA, "ddp", 2, pp=2, dp=1, recipe={"grad_accum": 2})}
 
 

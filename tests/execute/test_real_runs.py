@@ -29,6 +29,7 @@ ALONE = {
     "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
     "windows": cpu_run({**DEEP, "sliding_window": 32}, recipe={"attention": "eager"}),
     "latent": cpu_run(LATENT), "latent, autocast": cpu_run(LATENT, recipe={"precision": "bf16-mixed"}),
+    "dense first": cpu_run({**MIXTURE, "layers": 3, "moe": {**MIXTURE["moe"], "first_dense_layers": 1}}),
     "moe": cpu_run(MIXTURE), "moe, autocast": cpu_run(MIXTURE, recipe={"precision": "bf16-mixed"}),
     "muon": cpu_run(DEEP, recipe={"optimizer": "muon"}), "nanochat": cpu_run(DEEP, framework="nanochat"),
     "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),

@@ -28,6 +28,13 @@ def test_a_token_sees_the_last_tokens_and_itself() -> None:
     torch.testing.assert_close(attention.eager(q, k, v, dict(model.named_buffers())["mask9"]), expected)
 
 
+def test_each_layer_has_its_own_mask() -> None:
+    model = build(cpu_run({**WINDOW, "layers": 3, "window_pattern": "SSL"}, recipe={"attention": "eager"}), "cpu")
+    model.init_constants()
+    seen = [int((~model.tables().masks[layer.attention.window]).sum()) for layer in model.layers]
+    assert seen == [sum(min(i + 1, 9) for i in range(128))] * 2 + [128 * 129 // 2]
+
+
 @pytest.mark.parametrize(("recipe", "plan", "named"), [
     ({"attention": "sdpa"}, {}, "sliding windows"), ({"attention": "eager", "causal": False}, {}, "look ahead"),
     ({"attention": "fa2", "precision": "bf16-pure"}, {"strategy": "fsdp", "gpus": 2, "cp": 2}, "Ulysses")])
