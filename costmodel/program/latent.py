@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 from costmodel.program.tape import Back, Value
 from costmodel.spec import PlanError, Run
+from costmodel.spec.run import BEFORE_AMPERE
 
 if TYPE_CHECKING:
     from costmodel.program.layers import Walk
 
 CUDNN = (192, 128)
-"""Head sizes of queries and values that cuDNN takes on Hopper and Blackwell, beside those up to 128."""
+"""Head sizes of queries and values that cuDNN takes on Hopper's and Blackwell's data-centre GPUs, beside those up to 128 on others too."""
+PREFER = ("hopper", "blackwell", "blackwell_ultra")
+"""Where scaled_dot_product_attention asks cuDNN first (check_prefer_cudnn_attention: compute capabilities 9 and 10)."""
 
 
 def kernel(run: Run) -> str:
@@ -32,14 +35,22 @@ def kernel(run: Run) -> str:
     if acc.kernel_table == "cpu":
         return "math"
     low = run.recipe.precision.compute in ("bf16", "fp16", "fp8")
-    return "cudnn" if low and _cudnn(run) else "efficient"
+    asked = _data_centre(run) or run.plan.framework == "megatron"
+    return "cudnn" if low and asked and _cudnn(run) else "efficient"
+
+
+def _data_centre(run: Run) -> bool:
+    acc = run.cluster.accelerator
+    return acc.architecture in PREFER and not acc.name.startswith("rtx")
 
 
 def _cudnn(run: Run) -> bool:
     """Whether cuDNN's attention takes these heads on this device."""
     m, architecture = run.model, run.cluster.accelerator.architecture
     assert m.mla is not None
-    return architecture in ("hopper", "blackwell") and ((m.head_dim, m.mla.v_head_dim) == CUDNN or max(m.head_dim, m.mla.v_head_dim) <= 128)
+    if max(m.head_dim, m.mla.v_head_dim) <= 128:
+        return run.cluster.accelerator.kind == "cuda" and architecture not in BEFORE_AMPERE
+    return (m.head_dim, m.mla.v_head_dim) == CUDNN and _data_centre(run)
 
 
 def refusals(run: Run) -> Iterator[PlanError]:
