@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from costmodel import catalog
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
-from costmodel.spec.run import V_SHAPED
+from costmodel.spec.run import BEFORE_AMPERE, V_SHAPED
 from costmodel.spec.sizing import model_from_params
 
 DEFAULT_GPU = "h100_sxm"
@@ -410,6 +410,9 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
         assumed["recipe.optimizer"] = "muon (nanochat's; AdamW for tables, head and vectors)"
     else:
         assumed["recipe.optimizer"] = "adamw (default; fused kernel)"
+    if "attention" not in given and model.sliding_window and (word := _windowed_attention(model, cluster, given)):
+        given["attention"] = word
+        assumed["recipe.attention"] = f"{given['attention']} (scaled_dot_product_attention knows no window)"
     for key, words in _KERNEL_DEFAULTS.items():
         if key not in given:
             assumed[f"recipe.{key}"] = words
@@ -417,6 +420,16 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
     if "loss_chunks" not in given and isinstance(given["seq_len"], int):
         given["loss_chunks"] = max(1, min(DEFAULT_LOSS_CHUNKS, given["micro_batch"] * given["seq_len"]))
     return _build(Recipe, given)
+
+
+def _windowed_attention(model: Model, cluster: Cluster, given: Mapping[str, Any]) -> str:
+    """The kernel that a model with windows is given: FlashAttention-2, which skips what lies outside, where it runs; else eager, if the sequence is
+    longer than the window."""
+    accelerator = cluster.accelerator
+    flash = accelerator.kernel_table != "cpu" and accelerator.architecture not in BEFORE_AMPERE and model.head_dim <= 256
+    if flash and given["precision"].compute in ("bf16", "fp16", "fp8"):
+        return "fa2"
+    return "eager" if isinstance(given["seq_len"], int) and given["seq_len"] > model.sliding_window else ""
 
 
 def _default_precision(cluster: Cluster, plan: Plan) -> tuple[str, str]:

@@ -71,6 +71,8 @@ def test_what_nothing_gives_is_known() -> None:
     ("--num-layers 62 --pipeline-model-parallel-size 8 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "plan.stage_layers",
      [7, 8, 8, 8, 8, 8, 8, 7]),
     ("--context-parallel-size 4 --cp-comm-type a2a", "plan.cp_kind", "ulysses"),
+    ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.fused_qkv", None),
+    ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.qk_norm", None),
     ("--nproc_per_node=8 --nnodes=16", "cluster.gpus", 128)])
 def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, value: object) -> None:
     """By hand from megatron/training/arguments.py: SwiGLU's width is 8/3 of hidden in whole 64s (4096: 10,880); a vocabulary is padded to a multiple of 128

@@ -176,8 +176,8 @@ def test_a_search_can_be_watched_and_stopped() -> None:
 
 
 def test_what_is_never_possible_is_refused() -> None:
-    with pytest.raises(PlanError, match="latent attention"):
-        largest(build_run(model="deepseek-v2-lite", cluster={"gpus": 8}), "micro_batch")
+    with pytest.raises(PlanError, match="attention sinks"):
+        largest(build_run(model="gpt-oss-20b", cluster={"gpus": 8}), "micro_batch")
     with pytest.raises(PlanError, match="not sought"):
         largest(build_run(**LLAMA), "heads")  # type: ignore[arg-type]
 

@@ -11,12 +11,14 @@ Sources: torch/distributed/pipelining/stage.py (2.13); NVIDIA/Megatron-LM core/p
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from costmodel.program.ir import Comm, Op, Tensor
 from costmodel.program.schedule import PREDICTED, rank_of
 from costmodel.program.zerobubble import SPLIT
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
+from costmodel.spec.kinds import layer_kinds
 
 AXIS = "pp"
 ONLY, FIRST, LAST = "only", "first", "last"
@@ -30,6 +32,8 @@ class Stage(NamedTuple):
     layers: int
     first: bool
     last: bool
+    begins: int = 0
+    """Its first layer, of the model's."""
 
 
 WHOLE = -1
@@ -44,7 +48,7 @@ def stages_of(run: Run) -> list[Stage]:
         return [Stage(WHOLE, run.model.layers, True, True)]
     each, more = divmod(run.model.layers, count)
     layers = p.stage_layers or [each + (i < more) for i in range(count)]
-    return [Stage(i, n, i == 0, i == count - 1) for i, n in enumerate(layers)]
+    return [Stage(i, n, i == 0, i == count - 1, begins) for i, (n, begins) in enumerate(zip(layers, accumulate((0, *layers)), strict=False))]
 
 
 def refusals(run: Run) -> Iterator[PlanError]:
@@ -96,6 +100,8 @@ def _split_refusals(run: Run) -> Iterator[PlanError]:
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero, "FSDP2", "Use schedule = zbv, or dp = 1."),
             (r.precision.compute == "fp8", "recipe.precision", r.precision.name, "fp8 arithmetic", "Use bf16-mixed, or schedule = 1f1b or interleaved."),
             (run.model.moe is not None, "model", run.model.name, "a mixture of experts", "Use a dense model, or schedule = 1f1b or interleaved."),
+            (len(set(layer_kinds(run.model, r.seq_len))) > 1, "model.attention_pattern", run.model.attention_pattern, "layers of several kinds",
+             "Use attention_pattern = global or sliding, or schedule = 1f1b or interleaved."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved.")):
         if on:
             yield PlanError(field, value, f"{what} with a backward in two passes: not predicted yet.", fix)
