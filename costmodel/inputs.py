@@ -20,7 +20,7 @@ from costmodel import catalog
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
 from costmodel.spec.run import V_SHAPED
-from costmodel.spec.sizing import model_from_params
+from costmodel.spec.sizing import model_from_params, parse_count
 
 DEFAULT_GPU = "h100_sxm"
 DEFAULT_SEQ_LEN = 4096
@@ -50,6 +50,7 @@ class Resolved(NamedTuple):
 CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes", "memory_bytes", "slow_rank",
                  "link_factors")
 PLAN_WORDS = ("strategy", "dp", "bucket_mb")
+RECIPE_WORDS = ("batch_tokens",)
 S = TypeVar("S", bound=Spec)
 
 
@@ -146,7 +147,7 @@ def unknown_keys(section: str, given: Mapping[str, Any], known: tuple[str, ...])
 
 
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": tuple(Recipe.model_fields), "cluster": CLUSTER_WORDS,
+    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": (*Recipe.model_fields, *RECIPE_WORDS), "cluster": CLUSTER_WORDS,
     "model": tuple(Model.model_fields)}
 
 
@@ -386,11 +387,11 @@ def checkpointing_word(word: str) -> Checkpointing:
     except (ValueError, ValidationError):
         pass
     raise PlanError("plan.checkpointing", word, "is not a checkpointing word.",
-                    "Use none, full, full:4 (groups of 4 layers), every:2 (each second layer) or selective.")
+                    "Use none, full, full:4 (groups of 4 layers), every:2 (each second layer), selective or selective:op.")
 
 
 def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, assumed: dict[str, str]) -> Recipe:
-    unknown_keys("recipe", given, tuple(Recipe.model_fields))
+    unknown_keys("recipe", given, (*Recipe.model_fields, *RECIPE_WORDS))
     given = {k: v for k, v in given.items() if v is not None}
     if "seq_len" not in given:
         given["seq_len"] = min(DEFAULT_SEQ_LEN, model.position_rows or DEFAULT_SEQ_LEN)
@@ -413,6 +414,10 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
     for key, words in _KERNEL_DEFAULTS.items():
         if key not in given:
             assumed[f"recipe.{key}"] = words
+    if "train_tokens" in given:
+        given["train_tokens"] = _tokens("recipe.train_tokens", given["train_tokens"])
+    if "batch_tokens" in given:
+        given["global_batch"] = _sequences(_tokens("recipe.batch_tokens", given.pop("batch_tokens")), given, plan, assumed)
     given.update(_batch(given, plan, assumed))
     if "loss_chunks" not in given and isinstance(given["seq_len"], int):
         given["loss_chunks"] = max(1, min(DEFAULT_LOSS_CHUNKS, given["micro_batch"] * given["seq_len"]))
@@ -467,6 +472,35 @@ def optimizer_word(word: str) -> OptimizerSpec:
         return OptimizerSpec.model_validate({"name": name, "implementation": implementation or ("foreach" if name in ("sgd", "momentum") else "fused")})
     except ValidationError:
         raise PlanError("recipe.optimizer", word, "names no implementation.", "Use adamw:fused, adamw:foreach or adamw:for-loop.") from None
+
+
+def _tokens(field: str, value: Any) -> int:
+    """A count of tokens, which may be written 4M or 300B; K, M, B and T are thousands."""
+    words, example = "is not a number of tokens.", f"Write it as {'300B' if field.endswith('train_tokens') else '4M'} or a whole number."
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise PlanError(field, value, words, example)
+    try:
+        tokens = parse_count(value)
+    except (PlanError, OverflowError):
+        raise PlanError(field, value, words, example) from None
+    if not 1 <= tokens <= LARGEST_NUMBER:
+        raise PlanError(field, value, f"tokens are 1 to {LARGEST_NUMBER:,}.", example)
+    return tokens
+
+
+def _sequences(tokens: int, given: Mapping[str, Any], plan: Plan, assumed: dict[str, str]) -> int:
+    """The global batch nearest to a number of tokens that the data-parallel ranks share evenly."""
+    beside = "global_batch" if "global_batch" in given else "grad_accum" if "micro_batch" in given and "grad_accum" in given else ""
+    if beside:
+        raise PlanError("recipe.batch_tokens", tokens, f"{beside} is given as well, and with it the batch.", f"Leave {beside} out, or batch_tokens.")
+    each, seq_len = given.get("micro_batch", given.get("grad_accum", 1)), given["seq_len"]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (each, seq_len)):
+        return 1  # refused where these are read
+    unit = int(each) * plan.dp
+    batch: int = max(1, math.floor(tokens / (unit * seq_len) + 0.5)) * unit
+    near = "" if batch * seq_len == tokens else f", the nearest to {tokens:,} that dp {plan.dp} shares evenly"
+    assumed["recipe.global_batch"] = f"{batch} sequences = {batch * seq_len:,} tokens{near}"
+    return batch
 
 
 def _batch(given: Mapping[str, Any], plan: Plan, assumed: dict[str, str]) -> dict[str, int]:

@@ -113,8 +113,15 @@ def document(resolved: "Resolved", profile: "Profile", report: "StepReport", adv
     """A prediction as plain data with stable keys: docs/report.md."""
     from costmodel.cli.solve import advice_document
     return {"schema": SCHEMA, "run": resolved.run.model_dump(mode="json"), "assumed": resolved.assumed,
-            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict(),
+            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict(), "training": training_document(resolved.run, report),
             "advice": None if advice is None else advice_document(advice)}
+
+
+def training_document(run: "Run", report: "StepReport") -> dict[str, Any] | None:
+    """What the whole training takes, where its tokens were given."""
+    from dataclasses import asdict
+    training = report.training(run.recipe.train_tokens) if run.recipe.train_tokens else None
+    return None if training is None else asdict(training)
 
 
 def as_document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> str:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from costmodel.render.listing import billions
 from costmodel.render.text import Page, Style
-from costmodel.render.units import count, duration, plural, rate, share, size
+from costmodel.render.units import count, duration, long_time, plural, rate, share, size
 from costmodel.render.words import moment
 from costmodel.report import CATEGORIES, Collective, MemoryReport, RoleReport, StepReport, TimeReport
 from costmodel.spec import Cluster, Plan, Recipe, Run
@@ -35,6 +36,7 @@ def render(run: Run, assumed: Sequence[tuple[str, str]], report: StepReport, pro
     slowest = max((r for r in report.roles if r.time), key=lambda r: r.time.step_s if r.time else 0.0, default=None)
     if slowest and slowest.time:
         _time(report, slowest, slowest.time, page)
+    _training(run, report, page)
     talker = slowest or fullest
     if talker.collectives is not None:
         _communication(report, talker, talker.collectives, page)
@@ -269,6 +271,16 @@ def _time(report: StepReport, role: RoleReport, time: TimeReport, page: Page) ->
     bar = max(0, min(40, page.width - 50))
     page.table(["what the GPU did", "time", "share", ""], [[k.replace("_", " "), duration(v), share(v, time.step_s),
                                                            "#" * round(bar * v / time.step_s)] for k, v in parts], "<>><")
+
+
+def _training(run: Run, report: StepReport, page: Page) -> None:
+    t = report.training(run.recipe.train_tokens) if run.recipe.train_tokens else None
+    if t is None:
+        return
+    page.heading("TRAINING", f"on {billions(t.tokens)} tokens; steps alone, without restarts, evaluation, saving")
+    low_high = f" (80% interval {' to '.join(long_time(days * 86400) for days in t.interval_days)})" if t.interval_days else ""
+    page.pairs([("steps", f"{count(t.steps)} of {count(report.tokens_per_step)} tokens"), ("time", long_time(t.seconds) + low_high),
+                ("GPU-hours", count(t.gpu_hours))])
 
 
 def _communication(report: StepReport, role: RoleReport, collectives: tuple[Collective, ...], page: Page) -> None:
