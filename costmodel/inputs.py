@@ -141,6 +141,8 @@ def unknown_keys(section: str, given: Mapping[str, Any], known: tuple[str, ...])
         if key not in known:
             close = [k for k in known if len(str(key)) > 2 and k.startswith(str(key))] or difflib.get_close_matches(str(key), known, 1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(known)}."
+            if section == "model" and key in INPUT_KEYS:
+                hint = f"{key} stands above the tables, not in one."
             if not section and (homes := [f"{home}.{key}" for home, fields in _SECTIONS.items() if key in fields]):
                 hint = f"Did you mean {' or '.join(homes)}?"
             raise PlanError(f"{section}.{key}".strip("."), given[key], "there is no such field.", hint)

@@ -15,7 +15,7 @@ from costmodel.cli.mesh import mesh
 from costmodel.cli.oom import MessageCommand, oom
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
-from costmodel.cli.screen import json_text, screen
+from costmodel.cli.screen import device_of, json_text, screen
 from costmodel.cli.solve import solve
 from costmodel.cli.trace import trace
 from costmodel.cli.tui import tui
@@ -133,7 +133,7 @@ def as_text(resolved: "Resolved", profile: "Profile", report: "StepReport", give
     """The prediction for people."""
     from costmodel.render.prediction import render
     from costmodel.render.text import Page
-    page = Page(100) if to_file else screen()
+    page = Page(100, device=device_of(resolved.run)) if to_file else screen(resolved.run)
     assumed = [(flag_of("params" if field == "model" else field), why) for field, why in resolved.assumed.items()]
     if advice is None:
         return render(resolved.run, assumed, report, profile.name, page)

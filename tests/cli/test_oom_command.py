@@ -58,7 +58,7 @@ def test_json_has_the_documented_keys() -> None:
     (f"oom {RUN} --tried 112MiB --allocated 300GiB", "300.00 GiB: rtx_a6000 has 48.00 GiB in all. Give the GPU of the job with --gpu"),
     (f"oom {RUN} --log /nowhere/job.log", "cannot be read"),
     (f'oom {RUN} --message "all is well"', "the message: it holds no out-of-memory message of PyTorch"),
-    (f"oom {RUN}", "no message: it holds no out-of-memory message"),
+    (f"oom {RUN}", 'no message was given. Give the line with "Tried to allocate"'),
     (f'oom {RUN} --log x "{MESSAGE}"', "give one of the two"),
     ('oom "Tried to allocate 2.00 MiB"', "a run needs a model"),
 ])

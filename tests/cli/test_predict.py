@@ -91,6 +91,12 @@ def test_a_training_is_told_where_its_tokens_are() -> None:
     assert "TRAINING" not in call(ASKED).stdout
 
 
+def test_a_cpu_is_not_called_a_gpu() -> None:
+    text = call("predict --model gpt2 --gpu cpu --gpus 2 --strategy ddp --seq-len 256").stdout
+    assert "GPU" not in text
+    assert "per CPU" in text
+
+
 def test_colour_only_where_asked() -> None:
     coloured = text_of(report(), colour=True)
     assert "\x1b[" in coloured
