@@ -50,7 +50,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     read = [reading.memory_of(role, memo) for role in program.roles]
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, m), time, sent[id(count)])
              for role, m, time, count in zip(program.roles, read, times, counts, strict=True)]
-    r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
+    r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.cp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
     return StepReport(
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
