@@ -427,13 +427,14 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
 
 
 def _default_precision(cluster: Cluster, plan: Plan) -> tuple[str, str]:
-    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32; under a pipeline in PyTorch without FSDP, where mixed
-    would be torch.autocast, bf16-pure or fp32. And why."""
+    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32; under a pipeline or tensor parallelism in PyTorch without
+    FSDP, where mixed would be torch.autocast, bf16-pure or fp32. And why."""
     accelerator = cluster.accelerator
     if accelerator.kernel_table == "cpu":
         return "fp32", "default"
-    if plan.framework == "pytorch" and plan.pp > 1 and plan.zero != 3:
-        return ("bf16-pure" if "bf16" in accelerator.flops_per_s else "fp32"), "default under a pipeline, where torch.autocast is not predicted"
+    if plan.framework == "pytorch" and plan.pp * plan.tp > 1 and plan.zero != 3:
+        where = "a pipeline" if plan.pp > 1 else "tensor parallelism"
+        return ("bf16-pure" if "bf16" in accelerator.flops_per_s else "fp32"), f"default under {where}, where torch.autocast is not predicted"
     return next((f"{dtype}-mixed" for dtype in ("bf16", "fp16") if dtype in accelerator.flops_per_s), "fp32"), "default"
 
 

@@ -113,6 +113,15 @@ def test_every_default_that_decides_figures_is_said() -> None:
         assert field in assumed, field
 
 
+def test_tensor_parallelism_alone_in_pytorch_is_given_what_it_allows() -> None:
+    """DTensor refuses torch.autocast here; FSDP has a mixed precision of its own."""
+    resolved = resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": {"tp": 8}})
+    assert resolved.run.recipe.precision.name == "bf16-pure"
+    assert resolved.assumed["recipe.precision"] == "bf16-pure (default under tensor parallelism, where torch.autocast is not predicted)"
+    for plan in ({"tp": 2, "zero": 3}, {"tp": 8, "framework": "megatron"}):
+        assert resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": plan}).run.recipe.precision.name == "bf16-mixed"
+
+
 def test_a_pipeline_in_pytorch_is_given_what_it_allows_and_says_so() -> None:
     resolved = resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": {"pp": 4}})
     run = resolved.run

@@ -75,7 +75,7 @@ def strategy_name(plan: Plan) -> str:
     """The plan's way of spreading work, in the field's words."""
     if plan.single_process:
         parts = ["DataParallel (one process)"]
-    elif plan.dp_shard > 1 and plan.zero == 3 and plan.framework == "pytorch":
+    elif plan.dp_shard * plan.cp > 1 and plan.zero == 3 and plan.framework == "pytorch":
         parts = ["HSDP (FSDP2 within, replicas across)" if plan.dp_replicate > 1 else "FSDP2 (ZeRO-3)"]
     elif plan.framework == "nanochat":
         parts = ["nanochat's sharded Muon and AdamW" if plan.dp > 1 else "nanochat on a single GPU"]
