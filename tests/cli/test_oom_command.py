@@ -1,6 +1,7 @@
 """`costmodel oom`: a message as an argument, an option, a file or standard input; its text, its JSON, and bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_figures_alone_and_beside_a_message() -> None:
     assert found["advice"]["fit"]
     other = json.loads(call(f'oom {RUN} "{MESSAGE}" --allocated 20GiB --json').stdout)["diagnosis"]
     assert other["message"]["allocated_bytes"] == 20 << 30
+
+
+def test_a_risky_run_is_not_said_to_fit() -> None:
+    """The words are those of `predict`, and so is the need."""
+    run = "--params 13B --gpus 64 --seq-len 8192 --zero 3"
+    said = " ".join(call(f"oom {run} --tried 3.91GiB").stdout.split())
+    need = re.search(r"risky: .* it needs ([\d.]+ GiB)", " ".join(call(f"predict {run}").stdout.split()))
+    assert need is not None
+    assert f"predicted to be risky: its live tensors fit, and with what the allocator may hold besides they need {need[1]} of 79.65 GiB." in said
+    assert "predicted to fit" not in said
 
 
 def test_json_has_the_documented_keys() -> None:
