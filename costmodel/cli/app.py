@@ -53,7 +53,7 @@ def _program(
     """Exit codes: 0 done, 1 unexpected error, 2 bad input, 3 does not fit in memory."""
 
 
-@app.command(cls=SectionedCommand)
+@app.command(cls=SectionedCommand, short_help="Memory and time of one training step, without running it.")
 @takes_run
 def predict(
     given: Given,
@@ -88,16 +88,16 @@ def predict(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-app.command("import")(import_)
-app.command(cls=SectionedCommand)(mesh)
-app.command(cls=MessageCommand)(oom)
-app.command(cls=SectionedCommand)(schedule)
-app.command(cls=SectionedCommand)(solve)
-app.command(cls=SectionedCommand)(tui)
-app.command(cls=SectionedCommand)(trace)
-app.command(cls=SectionedCommand)(explain)
-app.command(cls=SectionedCommand)(waterfall)
-app.command(cls=SectionedCommand)(compare)
+app.command(cls=SectionedCommand, short_help="What makes a run fit, or faster; the largest, the best plan.")(solve)
+app.command(cls=SectionedCommand, short_help="Runs side by side, and why one takes longer.")(compare)
+app.command(cls=SectionedCommand, short_help="What is copied, sharded and sent; bytes per parameter.")(explain)
+app.command(cls=SectionedCommand, short_help="Where the time goes, from the peak down to the MFU.")(waterfall)
+app.command(cls=MessageCommand, short_help="PyTorch's out-of-memory message: which tensor, when, why.")(oom)
+app.command(cls=SectionedCommand, short_help="Who sits where: ranks, process groups, the links they cross.")(mesh)
+app.command(cls=SectionedCommand, short_help="The picture of a pipeline schedule, and its bubble.")(schedule)
+app.command(cls=SectionedCommand, short_help="The predicted step as a Chrome trace, kernel by kernel.")(trace)
+app.command(cls=SectionedCommand, short_help="Change a run field by field, and watch; with a guided tour.")(tui)
+app.command("import", short_help="A run file from another training program's files.")(import_)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":
