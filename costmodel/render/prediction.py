@@ -255,7 +255,7 @@ def _time(report: StepReport, role: RoleReport, time: TimeReport, page: Page) ->
         step += f" (80% interval {duration(low)} to {duration(high)})"
     rows = [("step", step)]
     if report.tokens_per_s and report.tokens_per_s_per_gpu:
-        rows.append(("tokens/s", f"{count(report.tokens_per_s)}, {count(report.tokens_per_s_per_gpu)} per GPU"))
+        rows.append(("tokens/s", f"{count(report.tokens_per_s)} ({count(report.tokens_per_s_per_gpu)} per GPU)"))
     if report.mfu is not None and report.peak_flops_per_s:
         hfu = f", HFU {share(report.hfu)} (with recompute)" if report.hfu is not None else ""
         rows.append(("MFU", f"{share(report.mfu)}{hfu} of the {report.peak_flops_per_s / 1e12:,.4g} TFLOP/s peak"))
