@@ -7,12 +7,12 @@ from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
-from costmodel.program.zerobubble import SPLIT
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
 from costmodel.spec import Plan, Recipe, Run
 from costmodel.spec.cluster import NETWORKS
+from costmodel.spec.run import SPLIT
 from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
 MEASURED_PEERS = 7
