@@ -7,7 +7,8 @@ from typing import Literal
 
 from costmodel.spec import PlanError, Run
 from costmodel.spec.kinds import layer_kinds
-from costmodel.spec.run import BEFORE_AMPERE
+from costmodel.spec.pipelining import torch_pipeline_refusals
+from costmodel.spec.run import BEFORE_AMPERE, SPLIT
 
 Mode = Literal["dryrun", "solo", "run"]
 """On fake tensors; one rank on a real device; the real job under torchrun."""
@@ -300,27 +301,17 @@ def _experts(run: Run) -> Iterator[PlanError]:
 
 def _pipeline(run: Run) -> Iterator[PlanError]:
     """What torch.distributed.pipelining cannot do, or is not combined with here."""
-    m, p, r = run.model, run.plan, run.recipe
+    p, r = run.plan, run.recipe
     if p.pp == 1:
         return
-    if p.schedule not in ("naive", "gpipe", "1f1b", "interleaved"):
+    yield from torch_pipeline_refusals(run)
+    if p.schedule in SPLIT:
         yield from _split(run)
-    if p.schedule == "1f1b" and r.grad_accum < p.pp:
-        yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
-                        f"Use grad_accum = {p.pp}, or schedule = gpipe.")
-    if p.zero in (1, 2):
-        yield PlanError("plan.zero", p.zero, "ZeRO-1 and -2 do not go with torch.distributed.pipelining.", "Use zero = 3 or 0.")
-    if p.zero == 3 and p.reshard_after_forward:
-        yield PlanError("plan.reshard_after_forward", True, "under a pipeline FSDP2 keeps parameters gathered for all micro-batches.",
-                        "Use reshard_after_forward = false.")
     if r.precision.autocast:
         yield PlanError("recipe.precision", r.precision.name, "execute does not run torch.autocast under a pipeline.",
                         "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
     if r.precision.loss_scaling:
         yield PlanError("recipe.precision", r.precision.name, "execute does not scale the loss of a pipeline.", "Use a bf16 precision.")
-    if m.tied_embeddings:
-        yield PlanError("model.tied_embeddings", True, "torch.distributed.pipelining does not tie weights across stages.",
-                        "Use model.tied_embeddings = false.")
     if r.loss in ("chunked", "fused"):
         yield PlanError("recipe.loss", r.loss, "the last stage of a pipeline gives logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
@@ -328,15 +319,8 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
 
 
 def _split(run: Run) -> Iterator[PlanError]:
-    """What a backward in two passes does not go with, or not here."""
+    """What a backward in two passes is not combined with here."""
     p = run.plan
-    if p.zero == 0 and p.dp > 1:
-        yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
-                        "Use 1f1b or interleaved, or zero = 3.")
-    if p.checkpointing.mode != "none":
-        yield PlanError("plan.checkpointing", p.checkpointing.mode,
-                        "PyTorch computes a checkpoint again for every group of weights in a backward of two passes, not once.",
-                        "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
             (run.recipe.precision.compute == "fp8", "recipe.precision", run.recipe.precision.name), (run.model.moe is not None, "model", run.model.name)):

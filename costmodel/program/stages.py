@@ -12,8 +12,9 @@ from costmodel.program.parallel.base import HEAD
 from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, local, stages_of
 from costmodel.program.schedule import Slot, rank_of, rank_order, slot_counts, slot_pattern
 from costmodel.program.split import input_slot, weight_slot
-from costmodel.program.zerobubble import SPLIT, left_over
+from costmodel.program.zerobubble import left_over
 from costmodel.spec import DTYPE_BYTES, Run
+from costmodel.spec.run import SPLIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,7 +416,8 @@ class FSDP(Strategy):
     def notes(self) -> list[str]:
         small = [q.name for group in (LAYER, ROOT) for q in self.groups[group].params if q.shape[0] < self.n]
         if small:
-            return [f"{len(small)} kinds of parameter have fewer rows than the {self.n} shards; ranks beyond them hold padding."]
+            return [f"{len(small)} kind{'s' if len(small) > 1 else ''} of parameter {'have' if len(small) > 1 else 'has'} fewer rows than the {self.n} shards; "
+                    "ranks beyond them hold padding."]
         return []
 
 
