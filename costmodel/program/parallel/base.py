@@ -275,9 +275,9 @@ def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, ev
               comm=Comm(axis, kind, message, inside, outside, dtype, group))
 
 
-def repeated(sizes: list[int], send: Callable[[int], Op]) -> list[tuple[list[Op], int]]:
-    """One send for each size, as stretches of ops that repeat."""
-    return [([send(size) for size in sizes[start:start + length]], count) for start, length, count in periods(sizes)]
+def repeated(sizes: list[int], send: Callable[[int], list[Op]]) -> list[tuple[list[Op], int]]:
+    """What is sent for each size, as stretches of ops that repeat."""
+    return [([op for size in sizes[start:start + length] for op in send(size)], count) for start, length, count in periods(sizes)]
 
 
 def element_bytes(dtype: str) -> int:
