@@ -29,6 +29,7 @@ from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.megatron_fsdp import MegatronFSDP
 from costmodel.program.parallel.nanochat import Nanochat
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
@@ -71,6 +72,8 @@ class Program:
 def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     """The strategy that a plan names."""
     p = run.plan
+    if p.framework == "megatron" and p.zero == 3:
+        return MegatronFSDP(run, numbers, inventory)
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
         return (MegatronExperts if p.ep > 1 else MegatronDP)(run, numbers, inventory)
     if p.framework == "nanochat":
@@ -105,6 +108,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"Use seq_len <= {m.sliding_window}, or model.sliding_window = 0 to count full attention."),
             (run.cluster.accelerator.kind not in ("cuda", "rocm", "cpu"), "cluster.accelerator", run.cluster.accelerator.name,
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
+            (p.framework == "megatron" and p.zero == 3 and p.pp > 1, "plan.pp", p.pp, "a pipeline with Megatron-FSDP", "Use pp = 1, or zero = 1."),
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),

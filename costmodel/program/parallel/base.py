@@ -20,7 +20,7 @@ ONLY, FIRST, MIDDLE, LAST = "only", "first", "middle", "last"
 
 
 OPTIONAL = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view", "reshard_after_forward", "backward_prefetch", "overlap_grad_reduce",
-            "overlap_param_gather", "prefetch_bucket_params", "max_live_params", "allgather_bucket_params")
+            "overlap_param_gather", "prefetch_bucket_params", "max_live_params", "allgather_bucket_params", "double_buffer", "communication_unit_params")
 """Fields of a plan that only some strategies read."""
 
 

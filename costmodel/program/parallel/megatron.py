@@ -15,7 +15,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
-from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, collective, element_bytes, repeated
+from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
@@ -23,6 +23,23 @@ from costmodel.spec.parameters import Param
 
 WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias")
 """Weights beside the norms that every tp rank holds and, under sequence parallelism, sees a part of the tokens with."""
+
+
+def fusion_dummies(s: Strategy) -> list[Tensor]:
+    """Where GEMMs write weight gradients into the buffer, autograd is handed a tensor of each shape that nobody reads (Transformer Engine)."""
+    if not s.recipe.grad_accum_fusion:
+        return []
+    shapes = {q.shape[-2:] for unit in (s.inventory.layer, s.inventory.head) for q in unit.params if len(q.shape) >= 2}
+    return [Tensor("weight-gradient dummies", "temporaries", nbytes(sum(r * c for r, c in shapes), s.precision.parameter))]
+
+
+def shared_over_tp(s: Strategy) -> int:
+    """Elements that every tp rank holds, and of whose gradient it has a part."""
+    if s.plan.tp == 1:
+        return 0
+    inv = s.inventory
+    total = sum(p.numel * n for p, n in inv.norms if s.partial_over_tp(p))
+    return total + (inv.layers * sum(p.numel for p in inv.layer.params if p.name in WHOLE_WITH_SEQUENCE) if s.plan.sequence_parallel else 0)
 
 
 class MegatronDP(Bucketed):
@@ -54,10 +71,7 @@ class MegatronDP(Bucketed):
                Tensor("gradient buffer", "gradients", nbytes(inv.numel, p.gradient))]
         if p.master:
             out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
-        if self.recipe.grad_accum_fusion:
-            shapes = {q.shape[-2:] for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) >= 2}
-            dummy = sum(r * c for r, c in shapes)
-            out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
+        out += fusion_dummies(self)
         if self.numbers.fp8:
             style = float8.style_of(self.run)
             out.append(Tensor("fp8 weights", "parameters" if p.fp8_parameters else "framework", style.layouts * style.stored(inv.cast_weights[0])))
@@ -184,12 +198,8 @@ class MegatronDP(Bucketed):
     def norm_sums(self) -> list[Op]:
         """Gradients of what every tp rank holds, flat, in one all-reduce (core/distributed/finalize_model_grads.py): norms, and under
         sequence parallelism the biases of row-parallel matmuls; queries' and keys' norms always."""
-        sp, inv = self.plan.sequence_parallel, self.inventory
-        total = sum(p.numel * n for p, n in inv.norms if self.partial_over_tp(p))
-        if sp:
-            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in WHOLE_WITH_SEQUENCE)
-        dtype = self.precision.gradient
-        if not total or not self.late_norms:
+        total, dtype = shared_over_tp(self), self.precision.gradient
+        if not total:
             return []
         return [collective("tp", "all-reduce", self.plan.tp, nbytes(total, dtype), dtype, name="norm_gradients.all_reduce")]
 
