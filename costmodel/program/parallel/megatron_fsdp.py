@@ -4,7 +4,7 @@
 bucket padded to whole rows of its matrices on every rank. A layer is gathered before its forward and again before its backward, as many layers ahead as half
 of the communication unit takes (at least one; with double buffers one), and freed after each; what is no layer stays gathered until the step's last backward is
 done. A gradient is copied into its unit's bucket of the reduce dtype (fused, the GEMM writes there); the full bucket is reduce-scattered in every micro-batch,
-the shard added to the main gradients, and the bucket freed when more than a communication unit waits behind it, or at the end of backward, which waits for all.
+the shard (in double buffers a part of the bucket) added to the main gradients, and the bucket freed when more than a communication unit waits behind it, or at the end of backward, which waits for all.
 Sends 3Ψ elements a micro-batch less what stays gathered. dp_replicate > 1 (instances of the distributed optimizer) all-reduces the main gradients' shards in the
 last micro-batch. Megatron overlaps all of it whatever overlap_grad_reduce says. Source: NVIDIA/Megatron-LM core/distributed/fsdp/src/megatron_fsdp
 (megatron_fsdp.py: hooks; param_and_grad_buffer.py: GradReducePipeline, AllGatherPipeline, FixedPoolAllocator) and its README. There is no dry run of it.
@@ -304,14 +304,14 @@ class MegatronFSDP(Strategy):
         replicas. NCCL divides fp32 gradients on the way, 16-bit ones are divided first."""
         p, unit = self.precision, item if isinstance(item, str) else LAYER
         whole, main = nbytes(self.units[unit].numel, p.reduce), nbytes(self.units[unit].numel // self.n, p.gradient)
-        shard = Tensor(f"reduced({unit})", "communication", whole // self.n, "reduce")
+        shard = () if self.double else (Tensor(f"reduced({unit})", "communication", whole // self.n, "reduce"),)
         across = self.plan.dp_replicate > 1 and micro in (ONLY, LAST)
         event = f"scattered {unit}" if across else self._event(item)
         ops = self._wait_reduced(self.late[item])
         if p.reduce != "fp32":
             ops.append(Op(f"fsdp.divide({unit})", "side", nbytes=2.0 * whole, dtype=p.reduce, axis=self.axis))
-        ops += [collective(self.axis, "reduce-scatter", self.n, whole, p.reduce, event=event, name=f"reduce_scatter({unit})", allocs=(shard,)),
-                Op(f"fsdp.add_shard({unit})", "side", nbytes=float(shard.nbytes + 2 * main), dtype=p.gradient, axis=self.axis, event=event, frees=(shard,))]
+        ops += [collective(self.axis, "reduce-scatter", self.n, whole, p.reduce, event=event, name=f"reduce_scatter({unit})", allocs=shard),
+                Op(f"fsdp.add_shard({unit})", "side", nbytes=float(whole // self.n + 2 * main), dtype=p.gradient, axis=self.axis, event=event, frees=shard)]
         if across:
             ops += [Op("fsdp.hold", "hold", kernels=0, event=event, axis="dp_replicate"),
                     collective("dp_replicate", "all-reduce", self.plan.dp_replicate, main, p.gradient, event=self._event(item), name=f"all_reduce({unit})")]
