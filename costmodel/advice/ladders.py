@@ -39,7 +39,8 @@ def _sharding(run: Run) -> Iterator[Change]:
         yield Change("sharding", "DDP: a process per GPU, and no GPU fuller than another", apart)
     if p.dp * p.cp > 1:
         names = {"pytorch": {1: "ZeRO-1: optimizer state sharded", 2: "ZeRO-2: gradients sharded as well", 3: "FSDP2: parameters, gradients and state sharded"},
-                 "deepspeed": {n: f"DeepSpeed ZeRO-{n}" for n in (1, 2, 3)}, "megatron": {1: "Megatron's distributed optimizer", 3: "Megatron-FSDP: parameters and gradients sharded as well"}}.get(p.framework, {})
+                 "deepspeed": {n: f"DeepSpeed ZeRO-{n}" for n in (1, 2, 3)},
+                 "megatron": {1: "Megatron's distributed optimizer", 3: "Megatron-FSDP: parameters and gradients sharded as well"}}.get(p.framework, {})
         for stage, words in names.items():
             if stage > p.zero:
                 yield Change("sharding", words, {"plan.zero": stage, **apart})

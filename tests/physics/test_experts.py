@@ -106,8 +106,8 @@ def test_megatron_holds_18_bytes_less_what_each_group_shards(ep: int) -> None:
 
 
 def test_instances_of_the_distributed_optimizer_reduce_experts_across_them() -> None:
-    """2 instances of 4 ranks, 2 groups of 2 experts' ranks each: fp32 gradients of the experts are scattered over 2, their halves summed across instances; where
-    an instance has no two ranks with the same experts, they are only summed across."""
+    """2 instances of 4 ranks, 2 groups of 2 experts' ranks each: fp32 gradients of the experts are scattered over 2, their halves summed across instances;
+    where an instance has no two ranks with the same experts, they are only summed across."""
     def reduced(ep: int) -> dict[tuple[str, str, int], int]:
         found = step(MIXTURE, 8, plan={**MEGATRON, "ep": ep, "dp_replicate": 2}, clip_norm=0.0).roles[0]
         out: dict[tuple[str, str, int], int] = {}

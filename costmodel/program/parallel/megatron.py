@@ -5,9 +5,10 @@ distributed optimizer 6 + 12/n). Without it, gradients are all-reduced (2Ψ); wi
 parameters all-gathered (2Ψ). Several instances of the distributed optimizer (dp_replicate > 1) shard state and gather parameters
 within an instance, and all-reduce the shard of every bucket across instances after its reduce-scatter. A gradient buffer of 16
 bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM core/distributed/param_and_grad_buffer.py (bucket size
-max(40 M, 1 M x dp) parameters; inter_distributed_optimizer_instance_group), core/optimizer; issue 654 (maintainer's bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer: in bf16 fp32 gradients
-beside 16-bit parameters, and although the stage is 0 each rank has the master weights and moments of its slice only, all-reduces
-whole gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
+max(40 M, 1 M x dp) parameters; inter_distributed_optimizer_instance_group), core/optimizer; issue 654 (maintainer's bytes per
+parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer: in bf16 fp32 gradients beside
+16-bit parameters, and although the stage is 0 each rank has the master weights and moments of its slice only, all-reduces whole
+gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
 """
 
 from costmodel.program import float8

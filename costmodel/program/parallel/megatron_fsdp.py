@@ -2,12 +2,13 @@
 
 16-bit parameters, main gradients, master weights and moments lie in flat buffers sharded over dp_shard x cp, 18/n bytes a parameter with fp32 gradients, each
 bucket padded to whole rows of its matrices on every rank. A layer is gathered before its forward and again before its backward, as many layers ahead as half
-of the communication unit takes (at least one; with double buffers one), and freed after each; what is no layer stays gathered until the step's last backward is
-done. A gradient is copied into its unit's bucket of the reduce dtype (fused, the GEMM writes there); the full bucket is reduce-scattered in every micro-batch,
-the shard (in double buffers a part of the bucket) added to the main gradients, and the bucket freed when more than a communication unit waits behind it, or at the end of backward, which waits for all.
-Sends 3Ψ elements a micro-batch less what stays gathered. dp_replicate > 1 (instances of the distributed optimizer) all-reduces the main gradients' shards in the
-last micro-batch. Megatron overlaps all of it whatever overlap_grad_reduce says. Source: NVIDIA/Megatron-LM core/distributed/fsdp/src/megatron_fsdp
-(megatron_fsdp.py: hooks; param_and_grad_buffer.py: GradReducePipeline, AllGatherPipeline, FixedPoolAllocator) and its README. There is no dry run of it.
+of the communication unit takes (at least one; with double buffers one), and freed after each; what is no layer stays gathered until the step's last backward
+is done. A gradient is copied into its unit's bucket of the reduce dtype (fused, the GEMM writes there). The full bucket is reduce-scattered in every
+micro-batch, and the shard (in double buffers a part of the bucket) added to the main gradients; the bucket is freed when more than a communication unit waits
+behind it, or at the end of backward, which waits for all. Sends 3Ψ elements a micro-batch less what stays gathered. dp_replicate > 1 (instances of the
+distributed optimizer) all-reduces the main gradients' shards in the last micro-batch. Megatron overlaps all of it whatever overlap_grad_reduce says. There is
+no dry run of it. Source: NVIDIA/Megatron-LM core/distributed/fsdp/src: README.md, megatron_fsdp/megatron_fsdp.py (hooks) and
+megatron_fsdp/param_and_grad_buffer.py (GradReducePipeline, AllGatherPipeline, FixedPoolAllocator).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
-from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective, element_bytes
+from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, MIDDLE, ONLY, Strategy, collective
 from costmodel.program.parallel.ddp import arrival_order
 from costmodel.program.parallel.megatron import fusion_dummies, shared_over_tp
 from costmodel.program.tape import GradReady
@@ -57,7 +58,7 @@ class MegatronFSDP(Strategy):
         self.n, self.layers = run.plan.state_shards, inventory.layers
         self.style = float8.style_of(run) if numbers.fp8 else None
         least = max(40_000_000, 1_000_000 * run.plan.dp * run.plan.cp)
-        apart = inventory.embedding.numel >= least
+        apart = inventory.embedding.numel >= least and bool(inventory.head.params)
         self.home = {EMBEDDING: EMBEDDING if apart else ROOT, LAYER: LAYER, HEAD: HEAD if apart else ROOT}
         """The bucket of each unit's parameters."""
         outside = [inventory.embedding.params, inventory.head.params]
@@ -108,14 +109,20 @@ class MegatronFSDP(Strategy):
         early: dict[int | str, tuple[int | str, ...]] = {}
         late: dict[int | str, tuple[int | str, ...]] = {}
         waiting = 0
-        for item in (*([HEAD] if HEAD in self.units else []), *reversed(range(self.layers)), self.home[EMBEDDING]):
-            for popped, limit in ((early, 1 if self.double and isinstance(item, int) else None), (late, None)):
-                done = 0
-                while queue[done:] and (len(queue) - done > limit if limit is not None else popped is late and waiting > self.capacity):
-                    waiting -= self._of(queue[done]).numel
-                    done += 1
-                popped[item] = tuple(queue[:done])
-                del queue[:done]
+
+        def pop(count: int) -> tuple[int | str, ...]:
+            nonlocal waiting
+            found = tuple(queue[:count])
+            waiting -= sum(self._of(item).numel for item in found)
+            del queue[:count]
+            return found
+
+        order: list[int | str] = [*([HEAD] if HEAD in self.units else []), *reversed(range(self.layers)), self.home[EMBEDDING]]
+        for item in order:
+            early[item] = pop(len(queue) - 1) if self.double and isinstance(item, int) and queue else ()
+            late[item] = ()
+            while waiting > self.capacity:
+                late[item] += pop(1)
             queue.append(item)
             waiting += self._of(item).numel
         return early, late, queue
