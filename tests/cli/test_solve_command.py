@@ -47,7 +47,7 @@ def test_plans_are_counted_and_the_first_is_written_as_flags(line: str) -> None:
     assert len(found["best"]) == 3
     assert found["candidates"] == found["fit"] + found["too_large"] + found["refused"] + found["pruned"]
     text = call(f"solve {line} --plans --top 3").stdout
-    flags = next(row for row in text.splitlines() if row.startswith("  use")).removeprefix("  use").strip()
+    flags = " ".join(text.partition("\n  use")[2].partition("\n  counted")[0].split())
     derived = json.loads(call(f"predict {line} {flags} --json").stdout)["report"]["derived"]
     assert derived["tokens_per_s"] == found["best"][0]["tokens_per_s"]
 
