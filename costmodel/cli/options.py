@@ -192,12 +192,16 @@ class Given:
 
     def _as_written(self, error: "PlanError") -> "PlanError":
         """An error about a derived field in terms of what was given: a batch for the accumulation, a strategy for a ZeRO stage."""
+        from costmodel.inputs import strategy_key
         from costmodel.spec import PlanError
         field, value, rule, fix = error.field, error.value, error.rule, error.fix
         if field == "cluster.accelerator" and field not in self.origins and "cluster.gpu" in self.origins:
             field = "cluster.gpu"
         if "plan.strategy" in self.origins and "plan.zero" not in self.origins:
-            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {('ddp', 'zero1', 'zero2', 'fsdp')[int(stage[1])]}", fix)
+            words = ("ddp", "zero1", "zero2", "fsdp")
+            if strategy_key(self.mapping["plan"]["strategy"]) == "megatronfsdp":
+                words = ("megatron", "megatron and zero = 1", "megatron and zero = 2", "megatron-fsdp")
+            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {words[int(stage[1])]}", fix)
             if field == "plan.zero":
                 field, value = "plan.strategy", self.mapping["plan"]["strategy"]
         if field == "recipe.grad_accum" and isinstance(value, int) and field not in self.origins and "recipe.global_batch" in self.origins:

@@ -41,7 +41,8 @@ def test_nothing_fits_is_exit_3_and_says_why() -> None:
 
 @pytest.mark.parametrize("line", [
     "--params 1B --gpus 8 --zero 3 --global-batch 32",
-    "--model llama-2-7b --gpus 8 --strategy ddp --framework megatron --tp 2 --sequence-parallel --grad-accum 4"])
+    "--model llama-2-7b --gpus 8 --strategy ddp --framework megatron --tp 2 --sequence-parallel --grad-accum 4",
+    "--params 1B --gpus 4 --strategy megatron-fsdp --seq-len 1024 --global-batch 8"])
 def test_plans_are_counted_and_the_first_is_written_as_flags(line: str) -> None:
     found = json.loads(call(f"solve {line} --plans --top 3 --json").stdout)["plans"]
     assert len(found["best"]) == 3
