@@ -146,7 +146,28 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
+    return found + corner_cases() + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
+
+
+def corner_cases() -> list[Case]:
+    """What benchmarks/fuzz.py found: views of a fused projection, norms, eager and composed attention, loss scaling, 16-bit losses under autocast."""
+    cpu, plain = "cpu_epyc_2core", {"positions": "none"}
+    fused = {**DEEP, "fused_qkv": True}
+    sandwich = {"norms_per_layer": 4, "norm_placement": "sandwich"}
+    return [
+        case("single deep fused qk-norm composed", {**fused, **plain, "qk_norm": "full", **sandwich}, 1, "single", {"precision": "fp32"}, checkpointing="every:2"),
+        case("single deep fused composed", {**fused, **plain}, 1, "single", {"precision": "fp32"}),
+        case("single deep composed dropout", DEEP, 1, "single", {"precision": "fp32", "dropout": 0.1}),
+        case("single deep cpu autocast dropout", {**DEEP, "kv_heads": 8, "qk_norm": "full"}, 1, "single", {"precision": "bf16-mixed", "dropout": 0.1}, gpu=cpu),
+        case("fsdp deep cpu fused eager", {**fused, "kv_heads": 8}, 4, "fsdp", {"attention": "eager"}, gpu=cpu),
+        case("single deep cpu autocast eager", DEEP, 1, "single", {"precision": "bf16-mixed", "attention": "eager"}, gpu=cpu),
+        case("single deep autocast eager full ckpt", {**DEEP, "qk_norm": "full", "norm": "rmsnorm_no_weight"}, 1, "single",
+             {"precision": "fp16-mixed", "attention": "eager"}, checkpointing="full"),
+        case("single deep autocast sandwich eager selective", {**DEEP, **sandwich, "qk_norm": "per_head"}, 1, "single",
+             {"precision": "bf16-mixed", "attention": "eager"}, checkpointing="selective"),
+        case("single llama autocast loss bf16", LLAMA, 1, "single", {"precision": "bf16-mixed", "loss": "bf16"}),
+        *(case(f"{strategy} llama fp16 scaled 4", LLAMA, 4, strategy, {"precision": "fp16-mixed"}) for strategy in ("ddp", "zero1", "zero2", "fsdp")),
+    ]
 
 
 def optimizer_cases() -> list[Case]:
