@@ -265,6 +265,7 @@ class Walk:
             self.tape.record(f"{name}.relu", "memory", (x,), (half,), saved=(half,), backs=back, nbytes=2.0 * x.nbytes, dtype=x.dtype)
             self.tape.record(f"{name}.square", "memory", (half,), (y,), saved=(half,), nbytes=2.0 * x.nbytes, dtype=x.dtype,
                              backs=(Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype, kernels=2, temp_bytes=x.nbytes),))
+            x.last_use = len(self.tape.nodes) - 1  # relu(x).square(): the caller holds x until all of it is done
         else:
             saved = (y,) if kind == "relu" else (x,)
             self.tape.record(f"{name}.act", "memory", (x,), (y,), saved=saved, backs=back, nbytes=2.0 * x.nbytes, dtype=x.dtype)
