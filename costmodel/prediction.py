@@ -100,7 +100,7 @@ def _nccl_bytes(run: Run, profile: Profile) -> int:
     """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next; an all-to-all's, by its peers in the node."""
     p = run.plan
     data = (p.state_shards, p.dp_replicate) if p.zero else (p.dp * p.cp,)
-    sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.ep > 1 else 1) if n > 1]
+    sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.experts_apart else 1, p.expert_tp if p.expert_tp != p.tp else 1) if n > 1]
     if not sizes:
         return 0
     node, sharing = run.cluster.gpus_in_node, p.cp if p.cp_kind == "ulysses" else 1
@@ -155,7 +155,7 @@ def _alone(run: Run, constants: Profile, scan: Scan) -> Scan:
 def single_gpu(run: Run) -> Run:
     """The same run on one GPU, none slower: every degree 1, nothing sharded, the same micro-batch and accumulation."""
     cluster = run.cluster.model_copy(update={"gpus": 1, "levels": (), "slow_rank": 1.0})
-    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
+    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "etp": 0, "sequence_parallel": False, "loss_parallel": False,
                                          "single_process": False, "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
     recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
     return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})
@@ -214,7 +214,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
     m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
     plain = {name: field.default for name, field in Plan.model_fields.items()}
     alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep),
-                                       ("ep_dispatcher", p.ep * p.tp)) if degree == 1]
+                                       ("ep_dispatcher", p.ep * p.expert_tp)) if degree == 1]
     fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
     chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
     return fields + [field for field, unread in (

@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.compute import matmul_rates
-from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, REPLICA_AXIS
+from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, REPLICA_AXIS
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.schedule import bubble
 from costmodel.report import RoleReport, StepReport, TimeReport
@@ -135,7 +135,7 @@ def seconds_by_cause(run: Run, report: StepReport, profile: Profile | str | None
     out = {IDEAL: ideal, "matmul rate": matmul / sustained - matmul / peak, "matmul shapes": mean.pop("matmul", 0.0) - matmul / sustained,
            "rows of experts": padded / peak, "attention kernel": mean.pop("attention", 0.0) - attention / peak,
            "attention counted": (matmul - padded + attention) / peak - ideal}
-    exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EXPERT_AXIS, REPLICA_AXIS, EMBEDDING_AXIS)]
+    exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EXPERT_AXIS, REPLICA_AXIS, EXPERT_TENSOR_AXIS, EMBEDDING_AXIS)]
     mean |= {"bubble": scheduled, "uneven ranks": idle - scheduled + step - _over_ranks(timed, [t.step_s for _, t in timed])}
     names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "slow rank", "fixed"]
     out |= {name: mean.get(name, 0.0) for name in names}

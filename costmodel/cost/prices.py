@@ -8,8 +8,9 @@ from costmodel.spec import Run
 
 EMBEDDING_AXIS = "embedding"
 """First and last pipeline stage, which share a tied embedding."""
-EXPERT_AXIS, REPLICA_AXIS = "ep", "edp"
-"""Ranks over which the experts are spread, consecutive but for tp; ranks that have the same experts."""
+EXPERT_AXIS, REPLICA_AXIS, EXPERT_TENSOR_AXIS = "ep", "edp", "etp"
+"""Ranks over which the experts are spread; ranks that have the same experts; ranks that cut an expert's matrices, where they are not tp's. In rank
+order etp, ep, edp, pp, innermost first (NVIDIA/Megatron-LM core/parallel_state.py, expert_decoder_rank_generator)."""
 AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Rank order, innermost first: consecutive ranks differ in tp, then cp, then the data-parallel axes, then pp."""
 
@@ -31,9 +32,10 @@ def axis_groups(run: Run) -> dict[str, Group]:
         else:
             groups[axis] = group_of(run.cluster, sizes[axis], stride)
         stride *= sizes[axis]
-    if p.ep > 1:
-        groups[EXPERT_AXIS] = group_of(run.cluster, p.ep, p.tp)
-        groups[REPLICA_AXIS] = group_of(run.cluster, p.expert_replicas, p.tp * p.ep)
+    if p.experts_apart:
+        groups[EXPERT_AXIS] = group_of(run.cluster, p.ep, p.expert_tp)
+        groups[REPLICA_AXIS] = group_of(run.cluster, p.expert_replicas, p.expert_tp * p.ep)
+        groups[EXPERT_TENSOR_AXIS] = group_of(run.cluster, p.expert_tp, 1)
     if p.pp > 1:
         groups[EMBEDDING_AXIS] = group_of(run.cluster, 2, run.cluster.gpus // 2)
     return groups
@@ -123,7 +125,7 @@ class RunPrices:
         if seconds is None:
             group = self.groups[axis]
             factor = 1.0
-            if axis == "tp":
+            if axis in ("tp", EXPERT_TENSOR_AXIS):
                 factor = self.tp_factor if self.megatron or kind in ("all-gather", "reduce-scatter") else self.tp_exposed
             assert group.size == size, f"axis {axis} has {group.size} ranks, not {size}"
             seconds = self._comm[key] = factor * self.network.collective_s(kind, nbytes, group)

@@ -72,7 +72,7 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     """The strategy that a plan names."""
     p = run.plan
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
-        return (MegatronExperts if p.ep > 1 else MegatronDP)(run, numbers, inventory)
+        return (MegatronExperts if p.experts_apart else MegatronDP)(run, numbers, inventory)
     if p.framework == "nanochat":
         return Nanochat(run, numbers, inventory)
     if p.framework == "deepspeed":
@@ -587,8 +587,8 @@ def single_builder(run: Run, like: Program) -> Builder:
     """A builder for one GPU that spreads nothing, with the same model, recipe and kernels as `like`; it uses the recorded units and
     their ops again where both run the same local shapes."""
     spread = like.builder.run.plan
-    same = ((spread.tp, spread.cp, spread.ep) == (run.plan.tp, run.plan.cp, run.plan.ep) and like.inventory.layers == run.model.layers
-            and not spread.single_process)
+    same = ((spread.tp, spread.cp, spread.ep, spread.expert_tp) == (run.plan.tp, run.plan.cp, run.plan.ep, run.plan.expert_tp)
+            and like.inventory.layers == run.model.layers and not spread.single_process)
     inventory = like.inventory if same else inventory_of(run)
     alone = Nanochat if run.plan.framework == "nanochat" else Strategy
     return Builder(run, like.numbers, alone(run, like.numbers, inventory), inventory, like.builder if same else None)
@@ -606,7 +606,7 @@ def _by_experts(run: Run, builder: Builder, role: str, ranks: int, example: int)
     if p.ep == 1 or r.moe_imbalance == 1.0 or r.moe_capacity_factor is not None:
         return [(role, ranks, example, builder)]
     others = Builder(run, builder.numbers, builder.strategy, builder.strategy.inventory, busiest=False)
-    return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.tp, others)]
+    return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.expert_tp, others)]
 
 
 def build(run: Run) -> Program:

@@ -100,7 +100,7 @@ def inventory_of(run: Run, layers: int | None = None, *, embedding: bool = True,
 def _layer(run: Run) -> UnitParams:
     m, p = run.model, run.plan
     fused = m.model_copy(update={"fused_qkv": True}) if p.framework == "megatron" else m
-    params = [local_expert(q, p.ep, p.tp) for q in layer_params(fused, moe=m.moe is not None)]
+    params = [local_expert(q, p.ep, p.expert_tp) for q in layer_params(fused, moe=m.moe is not None)]
     if p.framework == "megatron" and m.gated:
         params = _fused_gate(params)
     return _unit([local_param(q, p.tp, p.framework) for q in params])

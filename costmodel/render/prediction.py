@@ -84,6 +84,7 @@ def strategy_name(plan: Plan) -> str:
         if plan.framework != "pytorch":
             parts[0] = f"{FRAMEWORKS[plan.framework]} {parts[0]}"
     parts += [f"{name} {degree}" for name, degree in (("tp", plan.tp), ("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep)) if degree > 1]
+    parts += [f"etp {plan.etp}"] if plan.expert_tp != plan.tp else []
     return " + ".join(parts)
 
 
@@ -139,6 +140,7 @@ def _ranks(p: Plan) -> str:
     degrees = f"dp {p.dp} (replicate {p.dp_replicate} x shard {p.dp_shard}) x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.world_size}"
     extra = [word for word, on in (("sequence parallel", p.sequence_parallel), (f"{p.cp_kind} attention", p.cp > 1),
                                    (f"{p.schedule}, {plural(p.virtual_stages, 'stage')} a rank", p.pp > 1), (f"ep {p.ep}", p.ep > 1),
+                                   (f"etp {p.expert_tp}", p.expert_tp != p.tp),
                                    (f"{p.offload} offloaded", p.offload != "none"), ("activations offloaded", p.activation_offload)) if on]
     return "; ".join([degrees, *extra])
 

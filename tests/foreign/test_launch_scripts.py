@@ -71,6 +71,7 @@ def test_what_nothing_gives_is_known() -> None:
     ("--num-layers 62 --pipeline-model-parallel-size 8 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "plan.stage_layers",
      [7, 8, 8, 8, 8, 8, 8, 7]),
     ("--context-parallel-size 4 --cp-comm-type a2a", "plan.cp_kind", "ulysses"),
+    ("--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "plan.etp", 1),
     ("--nproc_per_node=8 --nnodes=16", "cluster.gpus", 128)])
 def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, value: object) -> None:
     """By hand from megatron/training/arguments.py: SwiGLU's width is 8/3 of hidden in whole 64s (4096: 10,880); a vocabulary is padded to a multiple of 128
@@ -79,6 +80,6 @@ def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, v
 
 
 @pytest.mark.parametrize("words", ["--use-megatron-fsdp", "--recompute-granularity full --recompute-method block", "--optimizer muon", "--cp-comm-type a2a+p2p "
-                                   "--context-parallel-size 4", "--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"])
+                                   "--context-parallel-size 4"])
 def test_what_has_no_field_is_said(words: str) -> None:
     assert megatron.read(words.split()).lost

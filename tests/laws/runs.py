@@ -96,7 +96,8 @@ def inputs(draw: st.DrawFn, gpus: st.SearchStrategy[int] = GPUS) -> dict[str, An
         degrees = [n for n in (1, 2, 4) if count % n == 0 and model["moe"]["experts"] % n == 0]
         plan["ep"], recipe["moe_imbalance"] = draw(st.sampled_from(degrees)), draw(st.sampled_from([1.0, 1.5]))
         if plan["framework"] == "megatron":
-            plan |= {"ep_dispatcher": draw(st.sampled_from(["alltoall", "allgather", "flex"])), "ep_overlap": draw(st.booleans())}
+            plan |= {"ep_dispatcher": draw(st.sampled_from(["alltoall", "allgather", "flex"])), "ep_overlap": draw(st.booleans()),
+                     "etp": draw(st.sampled_from([0, 0, 1]))}
         recipe["moe_capacity_factor"] = draw(st.sampled_from([None, None, 1.25]))
     in_place = plan["framework"] == "pytorch" and plan["zero"] < 2 and not plan["gradient_as_bucket_view"]  # test_known.py
     recipe["zero_set_to_none"] = not in_place or draw(st.booleans())
