@@ -52,7 +52,7 @@ MEANINGS = {
     "Plan.sequence_parallel": "Activations outside the tp regions split by sequence over tp.", "Plan.tp_overlap": "How tp's communication overlaps.",
     "Plan.pp": "Pipeline stages.", "Plan.schedule": "Order of micro-batches on each stage.",
     "Plan.virtual_stages": "Model chunks per pipeline rank.", "Plan.cp": "Context-parallel degree.",
-    "Plan.ep": "Expert-parallel degree; divides dp_shard x cp.", "Plan.ep_overlap": "Expert all-to-alls overlap compute.",
+    "Plan.ep": "Expert-parallel degree; divides dp_shard x cp, or with etp dp x cp x tp / etp.", "Plan.ep_overlap": "Expert all-to-alls overlap compute.",
     "Plan.checkpointing": "Activation checkpointing; a word (`full:4`) or the table below.",
     "Plan.activation_offload": "Saved activations live in host memory.",
     "Plan.gradient_as_bucket_view": "DDP's gradients are views of its buckets.",

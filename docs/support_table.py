@@ -34,6 +34,8 @@ ORACLES = {
     "dry run": Oracle("the dry run, byte by byte and collective by collective", "benchmarks/bytes.py"),
     "papers' bytes": Oracle("bytes a parameter of the papers and of other tools", "tests/physics/test_state_bytes.py"),
     "papers' layers": Oracle("activations, messages and bubbles of arXiv 1909.08053, 2205.05198 and 2104.04473", "tests/physics/test_tensor_and_pipeline.py"),
+    "Megatron's groups": Oracle("ranks, shards, rows and messages counted by hand from Megatron-LM's second rank order",
+                                "tests/physics/test_experts_beside_tp.py"),
     "papers' experts": Oracle("shards, messages and routed copies of arXiv 2006.16668 and 2401.04088, counted by hand", "tests/physics/test_experts.py"),
     "published runs": Oracle("memory and time of published runs", "docs/accuracy.md"),
     "torch's code": Oracle("counts by hand of what torch.nn.DataParallel's code does, and a published comparison with DDP",
@@ -108,6 +110,8 @@ ROWS = (
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
     Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
     Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
+    Row("ep", "Megatron, experts not cut by tp", {**MEGATRON, "zero": 1, "tp": 2, "sequence_parallel": True, "etp": 1, "ep": 8},
+        ("Megatron's groups", "published runs"), model=MIXTURE),
     Row("muon-distributed", "nanochat", {"strategy": "muon-distributed"}),
 )
 

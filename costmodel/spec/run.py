@@ -151,13 +151,13 @@ def _context(run: Run) -> Iterator[PlanError]:
 
 def _expert(run: Run) -> Iterator[PlanError]:
     m, p = run.model, run.plan
-    if p.ep == 1 and not p.etp:
+    if not p.experts_apart:
         return
     if m.moe is None:
         field, off = ("ep", 1) if p.ep > 1 else ("etp", 0)
         yield PlanError(f"plan.{field}", getattr(p, field), f"{m.name} has no experts.", f"Use {field} = {off}.")
         return
-    if p.etp and p.framework != "megatron":
+    if p.expert_tp != p.tp and p.framework != "megatron":
         yield PlanError("plan.etp", p.etp, "experts that are cut over other ranks than tp are Megatron's.", "Use etp = 0, or framework = megatron.")
     shards = p.dp_shard if p.zero else p.dp
     data, whole = f"{'dp' if shards > p.dp_shard else 'dp_shard'} x cp", shards * p.cp * p.tp
