@@ -118,7 +118,8 @@ def test_the_explanation_lists_every_axis_that_a_step_sends_over(plan: dict[str,
 
 
 @pytest.mark.parametrize(("field", "gpus", "plan"), [
-    ("plan.etp", 8, {"tp": 2, "etp": 3}), ("plan.ep", 8, {"tp": 2, "etp": 1, "ep": 16}), ("plan.etp", 8, {"framework": "pytorch", "zero": 3, "tp": 2, "etp": 1}),
+    ("plan.etp", 8, {"tp": 2, "etp": 3}), ("plan.ep", 8, {"tp": 2, "etp": 1, "ep": 16}),
+    ("plan.etp", 8, {"framework": "pytorch", "zero": 3, "tp": 2, "etp": 1}),
     ("plan.ep", 6, {"tp": 2, "etp": 1, "ep": 4})])
 def test_experts_that_do_not_fit_on_the_ranks_are_refused(field: str, gpus: int, plan: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as refused:
