@@ -304,6 +304,13 @@ def expert_cases() -> list[Case]:
         case("moe single capacity 1.25", deep, 1, "single", {**pure, "moe_capacity_factor": 1.25}),
         case("moe fsdp 8 x ep 4 capacity 1.25", deep, 8, "fsdp", {"moe_capacity_factor": 1.25}, ep=4),
         case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
+        case("moe fsdp 4 x cp 2 x ep 4 ring", MIXTURE, 8, "fsdp", cp=2, ep=4),
+        case("moe fsdp 2 x cp 4 x ep 8 ring deep", wide, 8, "fsdp", cp=4, ep=8),
+        case("moe fsdp 4 x cp 2 x ep 2 allgather deep full ckpt", wide, 8, "fsdp", cp=2, cp_kind="allgather", ep=2, checkpointing="full"),
+        case("moe cp 2 x ep 2 ulysses deep", wide, 2, "fsdp", cp=2, cp_kind="ulysses", ep=2),
+        case("moe fsdp 4 x cp 2 ring", deep, 8, "fsdp", cp=2),
+        case("moe ddp 2 x cp 2 ring", deep, 4, "ddp", pure, cp=2),
+        case("moe hsdp 2 x 2 x cp 2 x ep 4", deep, 8, "hsdp", dp_shard=2, cp=2, ep=4),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]
 

@@ -109,6 +109,7 @@ ROWS = (
     Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
     Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
+    Row("ep", "PyTorch, with FSDP and cp", {"strategy": "fsdp", "cp": 2, "ep": 4}, dry=(), alone=(), model=MIXTURE),
     Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
     Row("ep", "Megatron, experts not cut by tp", {**MEGATRON, "zero": 1, "tp": 2, "sequence_parallel": True, "etp": 1, "ep": 8},
         ("Megatron's groups", "published runs"), model=MIXTURE),

@@ -255,8 +255,6 @@ def _experts(run: Run) -> Iterator[PlanError]:
                         "Use a bf16 precision, or aux_loss_coefficient = 0.")
     if p.tp > 1:
         yield PlanError("plan.tp", p.tp, "execute does not spread a mixture of experts by tensor parallelism.", "Use tp = 1.")
-    if p.cp > 1:
-        yield PlanError("plan.cp", p.cp, "execute does not share sequences with a mixture of experts.", "Use cp = 1.")
     if p.ep == 1:
         return
     if p.zero != 3:

@@ -33,7 +33,7 @@ def expert_mesh_of(run: Run, device: str) -> DeviceMesh:
 
 def expert_group_of(run: Run, mesh: DeviceMesh) -> Any:
     """This rank's ep group: one of its own also where a mesh would take that of dp_shard, so that rows need not queue behind parameters."""
-    if run.plan.ep < run.plan.dp_shard:
+    if run.plan.ep < run.plan.state_shards:
         return mesh.get_group("ep")
     return dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, run.plan.ep).tolist())[0]
 

@@ -111,7 +111,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.framework == "deepspeed", "plan.framework", p.framework, f"{word} in this dialect", "Use framework = pytorch or megatron."),
             (r.moe_capacity_factor is not None and p.ep_dispatcher != "alltoall", "recipe.moe_capacity_factor", r.moe_capacity_factor,
              f"capacities with the {p.ep_dispatcher} dispatcher", "Use ep_dispatcher = alltoall."),
-            (pytorch and p.cp > 1, "plan.cp", p.cp, f"{word} under PyTorch's context parallelism", "Use cp = 1, or framework = megatron."),
             (pytorch and p.tp > 1, "plan.tp", p.tp, f"{word} under PyTorch's tensor parallelism", "Use tp = 1, or framework = megatron."),
             (pytorch and p.ep > 1 and p.zero != 3, "plan.ep", p.ep, "PyTorch's expert parallelism without FSDP", "Use zero = 3, or ep = 1."),
             (pytorch and p.ep > 1 and p.pp > 1, "plan.ep", p.ep, "PyTorch's expert parallelism in a pipeline", "Use pp = 1, ep = 1, or framework = megatron."),
