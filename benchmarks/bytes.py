@@ -311,6 +311,12 @@ def expert_cases() -> list[Case]:
         case("moe fsdp 4 x cp 2 ring", deep, 8, "fsdp", cp=2),
         case("moe ddp 2 x cp 2 ring", deep, 4, "ddp", pure, cp=2),
         case("moe hsdp 2 x 2 x cp 2 x ep 4", deep, 8, "hsdp", dp_shard=2, cp=2, ep=4),
+        case("moe pp 4 x fsdp 4 x ep 2 first", {**MIXTURE, "layers": 8}, 16, "fsdp", {"grad_accum": 8}, stage=0, pp=4, ep=2),
+        case("moe pp 4 x fsdp 4 x ep 4 middle, shared", {**wide, "layers": 8}, 16, "fsdp", {"grad_accum": 8}, stage=1, pp=4, ep=4),
+        case("moe pp 2 x fsdp 8 x ep 4 last, full ckpt", {**deep, "layers": 8}, 16, "fsdp", {"grad_accum": 4}, stage=1, pp=2, ep=4, checkpointing="full"),
+        case("moe pp 2 interleaved x hsdp 2 x 2 x ep 2", {**deep, "layers": 8}, 8, "hsdp", {"grad_accum": 4}, stage=0, pp=2, dp_shard=2, ep=2,
+             schedule="interleaved", virtual_stages=2),
+        case("moe pp 2 x fsdp 2 x cp 2 x ep 4", {**deep, "layers": 8}, 8, "fsdp", {"grad_accum": 4}, stage=0, pp=2, cp=2, ep=4),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]
 

@@ -110,6 +110,8 @@ ROWS = (
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
     Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
     Row("ep", "PyTorch, with FSDP and cp", {"strategy": "fsdp", "cp": 2, "ep": 4}, dry=(), alone=(), model=MIXTURE),
+    Row("ep", "PyTorch, with FSDP and pp", {"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False}, dry=(), alone=(), model=MIXTURE,
+        recipe=PIPED),
     Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
     Row("ep", "Megatron, experts not cut by tp", {**MEGATRON, "zero": 1, "tp": 2, "sequence_parallel": True, "etp": 1, "ep": 8},
         ("Megatron's groups", "published runs"), model=MIXTURE),

@@ -259,8 +259,6 @@ def _experts(run: Run) -> Iterator[PlanError]:
         return
     if p.zero != 3:
         yield PlanError("plan.ep", p.ep, "execute spreads experts under FSDP or HSDP only.", "Use zero = 3, or ep = 1.")
-    if p.pp > 1:
-        yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline.", "Use pp = 1, or ep = 1.")
     if p.ep_dispatcher != "alltoall":
         yield PlanError("plan.ep_dispatcher", p.ep_dispatcher, "execute exchanges rows, not tokens.", "Use ep_dispatcher = alltoall.")
     if p.ep_overlap:

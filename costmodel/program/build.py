@@ -257,7 +257,7 @@ class Builder:
     def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Part:
         key = ("forward", chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
-            s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
+            s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop, micro=micro)
             after = s.after_forward(LAYER, index, micro)
             if chk and self.numbers.autocast:
                 after = [Op("autocast.cache", "host", kernels=0, allocs=(self._autocast_cache(1),)), *after]
@@ -268,11 +268,11 @@ class Builder:
         """Low-precision weights that autocast keeps until forward ends, of layers whose graph does not hold them."""
         return Tensor("autocast cache", "temporaries", layers * self.unit[LAYER].weights_cast_bytes)
 
-    def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
-        key = (unit, "forward", save, drop)
+    def forward_core(self, unit: str, *, save: bool, drop: bool, micro: str = ONLY) -> Block:
+        key = (unit, "forward", save, drop, self.strategy.forward_key(micro) if self.unit[unit].tape.marked else None)
         if key not in self.cores:
             ops = self._forward_ops(unit, save=save, drop=drop)
-            self.cores[key] = Block(unit, "forward", tuple(self._placed(unit, ops, "forward")))
+            self.cores[key] = Block(unit, "forward", tuple(self._placed(unit, ops, "forward", micro=micro)))
         return self.cores[key]
 
     def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY) -> list[Op]:

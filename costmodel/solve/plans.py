@@ -160,15 +160,15 @@ def _shapes(run: Run) -> Iterator[Shape]:
                     shards.add(node)
                 for dp_shard in sorted(shards):
                     for sequence_parallel in (False, True)[:1 + (tp > 1)]:
-                        for ep in _expert_degrees(run, zero, dp_shard if zero else dp, tp, pp):
+                        for ep in _expert_degrees(run, zero, dp_shard if zero else dp, tp):
                             yield Shape(zero, dp_shard, dp, tp, pp, sequence_parallel, ep)
 
 
-def _expert_degrees(run: Run, zero: int, shards: int, tp: int, pp: int) -> Iterator[int]:
+def _expert_degrees(run: Run, zero: int, shards: int, tp: int) -> Iterator[int]:
     """Expert-parallel degrees to try: 1, the run's own, and the powers of two that divide the experts and the ranks they can be spread over."""
     moe, p = run.model.moe, run.plan
     ranks = shards * p.cp
-    if moe is None or (p.framework != "megatron" and (zero != 3 or tp * pp > 1)):
+    if moe is None or (p.framework != "megatron" and (zero != 3 or tp > 1)):
         ranks = 1
     most = gcd(ranks, moe.experts) if moe else 1
     yield from sorted({1, *(1 << i for i in range(most.bit_length()) if most % (1 << i) == 0), *([p.ep] if most % p.ep == 0 else [])})

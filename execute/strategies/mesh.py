@@ -24,9 +24,9 @@ def mesh_of(run: Run, device: str) -> DeviceMesh:
 
 
 def expert_mesh_of(run: Run, device: str) -> DeviceMesh:
-    """The data-parallel ranks once more, with ep, the innermost, apart from the ranks that have the same experts."""
+    """The ranks once more, with ep, the innermost, apart from the ranks that have the same experts."""
     p = run.plan
-    degrees = {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
+    degrees = {name: degree for name, degree in (("pp", p.pp), ("dp_replicate", p.dp_replicate)) if degree > 1}
     degrees = {**degrees, "edp": p.expert_replicas, "ep": p.ep}
     return init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 

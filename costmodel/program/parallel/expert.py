@@ -113,7 +113,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"capacities with the {p.ep_dispatcher} dispatcher", "Use ep_dispatcher = alltoall."),
             (pytorch and p.tp > 1, "plan.tp", p.tp, f"{word} under PyTorch's tensor parallelism", "Use tp = 1, or framework = megatron."),
             (pytorch and p.ep > 1 and p.zero != 3, "plan.ep", p.ep, "PyTorch's expert parallelism without FSDP", "Use zero = 3, or ep = 1."),
-            (pytorch and p.ep > 1 and p.pp > 1, "plan.ep", p.ep, "PyTorch's expert parallelism in a pipeline", "Use pp = 1, ep = 1, or framework = megatron."),
             (pytorch and p.ep_overlap and p.ep > 1, "plan.ep_overlap", True, "all-to-alls that overlap compute in PyTorch's dialect",
              "Use ep_overlap = false, or framework = megatron."),
             (p.ep_dispatcher != "alltoall" and p.framework != "megatron", "plan.ep_dispatcher", p.ep_dispatcher, "another dispatcher than the all-to-all",
