@@ -75,7 +75,8 @@ FOUR = {
     "moe, fsdp 2 x cp 2 ring x ep 4": Case({"strategy": "fsdp", "cp": 2, "ep": 4}, (1,), MIXTURE),
     "moe, pp 2 x fsdp 2 x ep 2": Case({"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False}, (2,), MIXTURE),
     "moe, pp 2 interleaved x fsdp 2 x ep 2": Case(
-        {"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False, "schedule": "interleaved", "virtual_stages": 2}, (2,), MIXTURE, optimizers=("sgd",)),
+        {"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False, "schedule": "interleaved", "virtual_stages": 2}, (2,), MIXTURE,
+        optimizers=("sgd",)),
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
     "pp 2 x fsdp 2 zbv": Case({"strategy": "fsdp", "pp": 2, "schedule": "zbv"}, (4,)),
