@@ -181,9 +181,9 @@ def _alone(run: Run) -> Iterator[PlanError]:
     if run.plan.framework == "deepspeed":
         yield PlanError("plan.framework", "deepspeed", "DeepSpeed's ranks check one another: it is not performed alone.",
                         "Use execute run, or framework = pytorch.")
-    if run.plan.ep > 1:
-        yield PlanError("plan.ep", run.plan.ep, "one rank alone does not know how many rows the others would send to its experts.",
-                        "Use ep = 1, or execute run.")
+    if run.plan.ep > 1 and run.recipe.moe_imbalance > 1:
+        yield PlanError("recipe.moe_imbalance", run.recipe.moe_imbalance, "one rank alone gets as many rows for its experts as it sends.",
+                        "Use moe_imbalance = 1, or execute run.")
 
 
 def _tensor(run: Run) -> Iterator[PlanError]:
