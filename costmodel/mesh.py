@@ -26,7 +26,7 @@ SERVES = {
     "tp": "share every matmul and its weights", "cp": "share one sequence", "dp_shard": "share the state, each reads other sequences",
     "dp_replicate": "hold copies of the state, each reads other sequences", "pp": "share the layers, in stages",
     STATE_AXIS: "share the state: its shards span both axes", GRADIENT_AXIS: "average gradients: copies of the state and parts of a sequence",
-    EXPERT_AXIS: "share the experts of each layer, each reads other sequences", REPLICA_AXIS: "have the same experts",
+    EXPERT_AXIS: "share the experts of each layer, each has tokens of its own", REPLICA_AXIS: "have the same experts",
     EXPERT_TENSOR_AXIS: "share every matrix of an expert",
     EMBEDDING_AXIS: "first and last stage, which share the tied embedding"}
 """What the ranks of a group have to do with one another."""

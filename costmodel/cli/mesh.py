@@ -64,12 +64,12 @@ def notes(run: "Run") -> list[str]:
     out = []
     if run.plan.single_process:
         out.append("DataParallel is one process: its GPUs are devices of rank 0, and there is no process group. The numbers here are device numbers.")
-    if run.plan.ep > 1:
+    if run.plan.expert_tp != run.plan.tp:
+        whole = "whole" if run.plan.expert_tp == 1 else f"cut over {run.plan.expert_tp} ranks"
+        out.append(f"Experts are {whole} (etp {run.plan.expert_tp}; tp is {run.plan.tp}): for them ranks are numbered etp, ep, edp, pp, innermost first.")
+    elif run.plan.ep > 1:
         out.append(f"Expert parallelism (ep {run.plan.ep}) adds no ranks: its groups, and those of ranks with the same experts (edp), divide the "
                    "data-parallel ones.")
-    if run.plan.expert_tp != run.plan.tp:
-        out.append(f"Experts are cut over {run.plan.expert_tp} ranks (etp), not over tp's {run.plan.tp}: their ranks are numbered etp, ep, edp, pp, innermost "
-                   "first.")
     return out
 
 

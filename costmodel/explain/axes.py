@@ -69,7 +69,8 @@ def placements(builder: Builder, mesh: Mesh) -> dict[str, dict[str, Placement]]:
     for name in (BATCH, *STATE, ACTIVATIONS):
         of: dict[str, Placement] = {}
         work: Placement = "divided" if name in (BATCH, ACTIVATIONS) else "partly divided"
-        of |= {axis: work for axis, on in (("etp", p.expert_tp not in (1, p.tp)), ("ep", p.ep > 1)) if on}
+        shared: Placement = "copied" if name == BATCH and p.tp % p.expert_tp == 0 else work
+        of |= {axis: shared if axis == "etp" else work for axis, on in (("etp", p.expert_tp not in (1, p.tp)), ("ep", p.ep > 1)) if on}
         for axis, degree in reversed(mesh.degrees.items()):
             if degree == 1:
                 continue
