@@ -146,8 +146,11 @@ PARTS = (
     Part("loss: in place", {"loss": "inplace"}),
     Part("torch.compile", {"compile": True}), Part("CUDA graphs", {"cuda_graphs": True}), Part("dropout", {"dropout": 0.1}),
     Part("offload of optimizer states", {}, {"offload": "optimizer"}),
-    Part("mixture of experts", model="mixtral-8x7b"), Part("latent attention", model="deepseek-v2-lite"),
-    Part("sliding windows", model={**LLAMA, "sliding_window": 128, "attention_pattern": "alternating"}),
+    Part("mixture of experts", model="mixtral-8x7b"), Part("dense layers before a mixture of experts", model={
+        **MIXTURE, "moe": {**MIXTURE["moe"], "first_dense_layers": 1}}), Part("latent attention", model={**LLAMA, "kv_heads": LLAMA["heads"], "mla": {
+        "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}),
+    Part("sliding windows", model={**LLAMA, "sliding_window": 128}),
+    Part("sliding windows in some layers", model={**LLAMA, "sliding_window": 128, "attention_pattern": "alternating"}),
 )
 
 

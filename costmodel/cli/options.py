@@ -67,11 +67,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--cp-kind", "plan.cp_kind", "word", "How the ranks of a sequence see the whole of it: ring, allgather or ulysses. Default: ring."),
     Flag("--ep", "plan.ep", "whole", "Expert-parallel degree; it divides dp-shard x cp."),
     Flag("--etp", "plan.etp", "whole", "Ranks that cut each expert's matrices (Megatron); ep then divides dp x cp x tp / etp. Default: as --tp."),
-    Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 or selective. Default: none."),
+    Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 (each second layer), "
+         "selective (attention) or selective:op (keeps every other matmul). Default: none."),
     Flag("--seq-len", "recipe.seq_len", "whole", "Tokens in a sequence. Default: 4096."),
     Flag("--micro-batch", "recipe.micro_batch", "whole", "Sequences of one forward and backward of a data-parallel rank. Default: 1."),
     Flag("--grad-accum", "recipe.grad_accum", "whole", "Micro-batches before an optimizer step. Default: 1."),
     Flag("--global-batch", "recipe.global_batch", "whole", "Sequences of a step: micro-batch x grad-accum x dp."),
+    Flag("--batch-tokens", "recipe.batch_tokens", "word", "Tokens of a step, like 4M, in place of --global-batch: the nearest number of sequences."),
+    Flag("--train-tokens", "recipe.train_tokens", "word", "Tokens of the whole training, like 300B: its steps, days and GPU-hours."),
     Flag("--precision", "recipe.precision", "word", "fp32, tf32, fp16-mixed, bf16-mixed, bf16-pure or fp8. Default: bf16-mixed."),
     Flag("--optimizer", "recipe.optimizer", "word", "sgd, momentum, adam, adamw, adam8bit or muon; adamw:foreach names the kernel. "
          "Default: adamw."),
@@ -372,6 +375,8 @@ def _drop_rivals(mapping: dict[str, Any], origins: dict[str, Origin], field: str
     """Take out what says the same thing in other words: a model for params, a strategy for a ZeRO stage, the batch figure of a file
     that the two others give."""
     rivals = [*{"params": ["model"], "model": ["params"]}.get(field, []), *_follows(mapping, origins, field)]
+    said = {"recipe.batch_tokens": ("recipe.global_batch", "recipe.grad_accum"), "recipe.global_batch": ("recipe.batch_tokens",)}.get(field, ())
+    rivals += [rival for rival in said if _from_file(origins, rival)]
     written = [f"recipe.{key}" for key in BATCH if f"recipe.{key}" in {*origins, field}]
     if field in written and len(written) == 3:
         rival = "recipe.grad_accum" if field == "recipe.global_batch" else "recipe.global_batch"

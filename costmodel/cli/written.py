@@ -26,7 +26,7 @@ def flags_behind(given: Given, before: "Run", changes: Mapping[str, Any], after:
     if before.recipe.global_batch != after.recipe.global_batch:
         moved["recipe.global_batch"] = after.recipe.global_batch
     out |= {field: value for field, value in moved.items() if field in asked and field not in out}
-    follows = "recipe.global_batch" in asked and "recipe.grad_accum" not in asked
+    follows = ("recipe.global_batch" in asked or "recipe.batch_tokens" in asked) and "recipe.grad_accum" not in asked
     if not follows and (before.recipe.grad_accum != after.recipe.grad_accum or before.plan.pp != after.plan.pp):
         out["recipe.grad_accum"] = after.recipe.grad_accum
     return written(out)

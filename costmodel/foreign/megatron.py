@@ -96,19 +96,20 @@ def _model(k: _Options, f: Foreign) -> None:
     if norm == "layernorm":
         say("norm", "layernorm", "normalization")
         say("norm_bias", True, "normalization")
-    bias = not k.on("disable-bias-linear")
-    if bias or k.on("add-qkv-bias"):
+    bias, latent = not k.on("disable-bias-linear"), k.on("multi-latent-attention")
+    if not latent and (bias or k.on("add-qkv-bias")):
         say("qkv_bias", True, "add-qkv-bias" if not bias else "disable-bias-linear (not given)")
     if bias:
         say("attention_out_bias", True, "disable-bias-linear (not given)")
         say("mlp_bias", True, "disable-bias-linear (not given)")
-    say("fused_qkv", True, "num-attention-heads (Megatron has one matrix for queries, keys and values)")
+    if not latent:
+        say("fused_qkv", True, "num-attention-heads (Megatron has one matrix for queries, keys and values)")
     if not k.on("untie-embeddings-and-output-weights"):
         say("tied_embeddings", True, "untie-embeddings-and-output-weights (not given)")
     _positions(k, say)
     if k.on("embed-layernorm"):
         say("embedding_norm", True, "embed-layernorm")
-    if k.on("qk-layernorm"):
+    if k.on("qk-layernorm") and not latent:  # of latents it says that they have norms
         say("qk_norm", "per_head", "qk-layernorm")
     _vocabulary(k, f)
     _latent(k, f, say)

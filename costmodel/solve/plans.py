@@ -19,7 +19,7 @@ from costmodel.report import StepReport
 from costmodel.solve.trials import Stopped, Trials, Watch, fits
 from costmodel.spec import Run
 
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING = ("none", "selective", "selective:op", "full")
 """Lightest first."""
 STAGES = {"pytorch": (0, 1, 2, 3), "deepspeed": (0, 1, 2, 3), "megatron": (0, 1), "nanochat": (1,)}
 Outcome = Literal["fit", "too_large", "refused", "impossible"]
@@ -141,7 +141,9 @@ def _one_shape(kinds: Sequence[str | None], batches: Sequence[int], tried: Calla
 def _kinds(run: Run) -> tuple[str | None, ...]:
     """Checkpointing to try; None is the run's own, where no word says it."""
     own = run.plan.checkpointing
-    return tuple(None if own.mode == kind and own != checkpointing_word(kind) else kind for kind in CHECKPOINTING)
+    if own in map(checkpointing_word, CHECKPOINTING):
+        return CHECKPOINTING
+    return tuple(None if own.mode == kind else kind for kind in CHECKPOINTING)
 
 
 def _shapes(run: Run) -> Iterator[Shape]:

@@ -15,6 +15,8 @@ from costmodel.spec.routing import checked_imbalance
 
 INTERLEAVED = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
 V_SHAPED = ("zbv", "dualpipev")
+SPLIT = ("zb-h1", "interleaved-zb", *V_SHAPED)
+"""Schedules whose backward is two passes: gradients of inputs, then of weights."""
 """Schedules that lay two stages a rank as a V."""
 FLASH = ("fa1", "fa2", "fa3", "cudnn")
 BEFORE_AMPERE = ("pascal", "volta", "turing")

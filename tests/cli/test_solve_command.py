@@ -98,7 +98,7 @@ def test_a_run_that_fits_is_told_what_would_be_faster() -> None:
     ("solve --params 1B --plans --top 0", "must be at least 1"),
     ("solve --params 1B --plans --top many", "must be a whole number"),
     ("solve --max micro_batch", "a run needs a model"),
-    ("solve --model deepseek-v2-lite --gpus 8 --max micro_batch", "latent attention"),
+    ("solve --model gpt-oss-20b --gpus 8 --max micro_batch", "attention sinks"),
 ])
 def test_bad_input_is_one_message(line: str, message: str) -> None:
     assert message in error(line)

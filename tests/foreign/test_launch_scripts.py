@@ -71,6 +71,8 @@ def test_what_nothing_gives_is_known() -> None:
     ("--num-layers 62 --pipeline-model-parallel-size 8 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "plan.stage_layers",
      [7, 8, 8, 8, 8, 8, 8, 7]),
     ("--context-parallel-size 4 --cp-comm-type a2a", "plan.cp_kind", "ulysses"),
+    ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.fused_qkv", None),
+    ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.qk_norm", None),
     ("--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "plan.etp", 1),
     ("--nproc_per_node=8 --nnodes=16", "cluster.gpus", 128)])
 def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, value: object) -> None:

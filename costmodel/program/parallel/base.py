@@ -119,7 +119,7 @@ class Strategy:
     def kept_gradients(self) -> list[Tensor]:
         """Gradients that live from backward to the next step's zero_grad."""
         out: list[Tensor] = []
-        for unit, count in ((self.inventory.embedding, 1), (self.inventory.layer, self.inventory.layers), (self.inventory.head, 1)):
+        for unit, count in ((self.inventory.embedding, 1), *self.inventory.stretches, (self.inventory.head, 1)):
             total = sum(nbytes(p.numel, self.gradient_dtype) for p in unit.params)
             if total:
                 out.append(Tensor("gradients", "gradients", total * count))

@@ -25,20 +25,26 @@ class MegatronExperts(MegatronDP):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.edp = run.plan.expert_replicas
-        rest, experts = without_experts(inventory.layer)
+        parts = [(*without_experts(layer), n) for layer, n in inventory.stretches]
+        rest, experts, mixtures = parts[-1]
+        self.dense = inventory.layers - mixtures
+        """Leading layers without experts: those of a model come first."""
+        if not experts.params:
+            self.dense, mixtures, experts = inventory.layers, 0, NOTHING
         element = element_bytes(self.precision.reduce)
         caps = [max(40_000_000, 1_000_000 * n) * element for n in (self.n, self.edp)]
-        self.buckets = Buckets(inventory._replace(layer=rest), element, caps[0], caps[0], run)
-        self.expert_buckets = Buckets(Inventory(NOTHING, experts, NOTHING, inventory.layers), element, caps[1], caps[1], run)
-        self.expert = experts.params[0]
-        spread = inventory.layers * experts.numel
+        several = tuple((each, n) for each, _, n in parts) if inventory.several else ()
+        self.buckets = Buckets(inventory._replace(layer=rest, several=several), element, caps[0], caps[0], run)
+        self.expert_buckets = Buckets(Inventory(NOTHING, experts, NOTHING, mixtures), element, caps[1], caps[1], run)
+        self.expert = experts.params[0] if mixtures else None
+        spread = mixtures * experts.numel
         self.local = -(-(inventory.numel - spread) // self.shards) + -(-spread // (self.edp if self.distributed else 1))
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         found = super().layer_variants(phase, micro)
         if phase != "backward" or not self.syncs(micro):
             return found
-        return list(zip(found, self.expert_buckets.layers, strict=True))
+        return list(zip(found, [()] * self.dense + self.expert_buckets.layers, strict=True))
 
     def syncs(self, micro: str) -> bool:
         """Ranks of one tp group may have the same experts though no data-parallel rank has the same of anything else."""
@@ -47,7 +53,7 @@ class MegatronExperts(MegatronDP):
     def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
         if unit in (EMBEDDING, HEAD) or not is_expert(ready.param):
             return super().completes(unit, index, ready) if self.n > 1 else None
-        return self.expert_buckets.flush.get((LAYER, index), {}).get(ready.param.name) if self.edp > 1 else None
+        return self.expert_buckets.flush.get((LAYER, index - self.dense), {}).get(ready.param.name) if self.edp > 1 else None
 
     def _reduce(self, size: int, event: str, param: Param | None = None) -> Op:
         if param is None or not is_expert(param):

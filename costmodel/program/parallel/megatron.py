@@ -20,7 +20,8 @@ from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 
-WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias")
+WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias", "attention.q_a.weight",
+                       "attention.kv_a.weight")
 """Weights beside the norms that every tp rank holds and, under sequence parallelism, sees a part of the tokens with."""
 
 
@@ -51,7 +52,7 @@ class MegatronDP(Bucketed):
         if p.master:
             out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
         if self.recipe.grad_accum_fusion:
-            shapes = {q.shape[-2:] for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) >= 2}
+            shapes = {q.shape[-2:] for unit in (*(layer for layer, _ in inv.stretches), inv.head) for q in unit.params if len(q.shape) >= 2}
             dummy = sum(r * c for r, c in shapes)
             out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
         if self.numbers.fp8:
@@ -168,7 +169,7 @@ class MegatronDP(Bucketed):
         sp, inv = self.plan.sequence_parallel, self.inventory
         total = sum(p.numel * n for p, n in inv.norms if self.partial_over_tp(p))
         if sp:
-            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in WHOLE_WITH_SEQUENCE)
+            total += sum(n * p.numel for layer, n in inv.stretches for p in layer.params if p.name in WHOLE_WITH_SEQUENCE)
         dtype = self.precision.gradient
         if not total or not self.late_norms:
             return []

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 AXIS, OF_EXPERTS = "tp", "etp"
 """Ranks that cut every matrix; those that cut an expert's, where they are others."""
-COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "mlp.gate.", "mlp.up.", "shared.gate.", "shared.up.")
+COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "attention.q_b.", "attention.kv_b.",
+          "mlp.gate.", "mlp.up.", "shared.gate.", "shared.up.")
 ROW = ("attention.out.weight", "mlp.down.weight", "shared.down.weight")
 VOCABULARY = ("embedding.weight", "head.")
 
