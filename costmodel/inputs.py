@@ -25,12 +25,12 @@ from costmodel.spec.sizing import model_from_params, parse_count
 DEFAULT_GPU = "h100_sxm"
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_LOSS_CHUNKS = 8
-STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron", "muon-distributed")
+STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron", "megatron-fsdp", "muon-distributed")
 OPTIMIZER_WORDS = ("sgd", "momentum", "adam", "adamw", "adam8bit", "muon")
 STRATEGY_FIELDS: dict[str, dict[str, Any]] = {
     "single": {"zero": 0}, "ddp": {"zero": 0}, "dataparallel": {"zero": 0, "single_process": True}, "zero1": {"zero": 1},
     "zero2": {"zero": 2}, "zero3": {"zero": 3}, "fsdp": {"zero": 3}, "fsdp2": {"zero": 3}, "hsdp": {"zero": 3},
-    "megatron": {"framework": "megatron"}, "muondistributed": {"framework": "nanochat", "zero": 1}}
+    "megatron": {"framework": "megatron"}, "megatronfsdp": {"framework": "megatron", "zero": 3}, "muondistributed": {"framework": "nanochat", "zero": 1}}
 """What each strategy word means; "hsdp" also shards within a node only."""
 OTHER_FIELDS = {
     "tp": "tp = 2, say", "pp": "pp = 2, say", "cp": "cp = 2, say", "ep": "ep = 2, say", "sequenceparallel": "sequence_parallel = true beside tp",

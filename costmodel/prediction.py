@@ -223,7 +223,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.group", c.group > 1 and c.mode != "full"),
         ("plan.checkpointing.every", c.every > 1 and c.mode != "full"),
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
-        ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
+        ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name not in ("megatron", "megatron-fsdp")),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
         ("recipe.moe_imbalance", r.moe_imbalance > 1 and (p.ep == 1 or r.moe_capacity_factor is not None)),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]

@@ -52,8 +52,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--cluster", "cluster.name", "word", "Node type by name (`costmodel list clusters`). Default: the GPU's usual one."),
     Flag("--slow-rank", "cluster.slow_rank", "number", "What if one rank computes so many times slower, 1.2 say: the others wait for it."),
     Flag("--link-factor", "cluster.link_factors", "factors", "What if links have a part of their rate: inter=0.5, or nvlink=0.8,network=0.5."),
-    Flag("--strategy", "plan.strategy", "word", "single, dataparallel, ddp, zero1, zero2, zero3, fsdp, hsdp or megatron."),
-    Flag("--zero", "plan.zero", "whole", "ZeRO stage 0 to 3; 3 is FSDP2 in PyTorch. Default: 0 (DDP)."),
+    Flag("--strategy", "plan.strategy", "word", "single, dataparallel, ddp, zero1, zero2, zero3, fsdp, hsdp, megatron or megatron-fsdp."),
+    Flag("--zero", "plan.zero", "whole", "ZeRO stage 0 to 3; 3 is FSDP2 in PyTorch, Megatron-FSDP in Megatron. Default: 0 (DDP)."),
     Flag("--framework", "plan.framework", "word", "Dialect: pytorch, deepspeed, megatron or nanochat. Default: pytorch."),
     Flag("--dp", "plan.dp", "whole", "Data-parallel degree. Default: the GPUs that tp, pp and cp leave."),
     Flag("--dp-replicate", "plan.dp_replicate", "whole", "Groups that each hold a copy of the state."),
@@ -196,12 +196,16 @@ class Given:
 
     def _as_written(self, error: "PlanError") -> "PlanError":
         """An error about a derived field in terms of what was given: a batch for the accumulation, a strategy for a ZeRO stage."""
+        from costmodel.inputs import strategy_key
         from costmodel.spec import PlanError
         field, value, rule, fix = error.field, error.value, error.rule, error.fix
         if field == "cluster.accelerator" and field not in self.origins and "cluster.gpu" in self.origins:
             field = "cluster.gpu"
         if "plan.strategy" in self.origins and "plan.zero" not in self.origins:
-            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {('ddp', 'zero1', 'zero2', 'fsdp')[int(stage[1])]}", fix)
+            words = ("ddp", "zero1", "zero2", "fsdp")
+            if strategy_key(self.mapping["plan"]["strategy"]) == "megatronfsdp":
+                words = ("megatron", "megatron and zero = 1", "megatron and zero = 2", "megatron-fsdp")
+            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {words[int(stage[1])]}", fix)
             if field == "plan.zero":
                 field, value = "plan.strategy", self.mapping["plan"]["strategy"]
         if field == "recipe.grad_accum" and isinstance(value, int) and field not in self.origins and "recipe.global_batch" in self.origins:

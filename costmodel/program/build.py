@@ -32,6 +32,7 @@ from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.megatron_fsdp import MegatronFSDP
 from costmodel.program.parallel.nanochat import Nanochat
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
@@ -76,6 +77,8 @@ class Program:
 def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     """The strategy that a plan names."""
     p = run.plan
+    if p.framework == "megatron" and p.zero == 3:
+        return MegatronFSDP(run, numbers, inventory)
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
         return (MegatronExperts if p.experts_apart else MegatronDP)(run, numbers, inventory)
     if p.framework == "nanochat":
@@ -107,8 +110,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (m.embedding_dim != m.hidden, "model.embedding_dim", m.embedding_dim, "an embedding narrower than the model", "Use embedding_dim = hidden."),
             (run.cluster.accelerator.kind not in ("cuda", "rocm", "cpu"), "cluster.accelerator", run.cluster.accelerator.name,
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
-            (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
-             "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
+            (p.framework == "megatron" and p.zero == 3 and p.pp > 1, "plan.pp", p.pp, "a pipeline with Megatron-FSDP", "Use pp = 1, or zero = 1."),
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),

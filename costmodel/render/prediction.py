@@ -79,8 +79,11 @@ def strategy_name(plan: Plan) -> str:
         parts = ["HSDP (FSDP2 within, replicas across)" if plan.dp_replicate > 1 else "FSDP2 (ZeRO-3)"]
     elif plan.framework == "nanochat":
         parts = ["nanochat's sharded Muon and AdamW" if plan.dp > 1 else "nanochat on a single GPU"]
+    elif plan.framework == "megatron" and plan.zero == 3:
+        parts = [f"Megatron-FSDP{', replicas across' if plan.dp_replicate > 1 else ''}"]
     elif plan.zero:
-        parts = [f"{FRAMEWORKS[plan.framework]} ZeRO-{plan.zero}" if plan.framework != "megatron" else "Megatron distributed optimizer"]
+        parts = [f"{FRAMEWORKS[plan.framework]} ZeRO-{plan.zero}" if plan.framework != "megatron" else
+                 f"Megatron distributed optimizer{f' in {plan.dp_replicate} instances' if plan.dp_replicate > 1 else ''}"]
     else:
         parts = ["DDP" if plan.dp > 1 else "no data parallelism" if plan.world_size > 1 else "single GPU"]
         if plan.framework != "pytorch":

@@ -89,6 +89,11 @@ def test_a_pipeline_refuses_what_it_would_not_have_chosen(line: str, message: st
     assert message in error(f"predict --params 1B --gpus 8 --pp 4 {line}")
 
 
+def test_a_strategy_of_megatron_is_left_for_another_of_megatron() -> None:
+    message = error("predict --params 1B --gpus 8 --strategy megatron-fsdp --pp 2 --grad-accum 2")
+    assert message.endswith("Use --pp 1, or --strategy megatron and --zero 1.")
+
+
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path

@@ -1,8 +1,8 @@
 """Megatron's data parallelism with expert parallelism: the experts have gradient buffers of their own.
 
 The gradients of experts are reduced, and with the distributed optimizer their master weights and moments sharded, over the ranks that have the same
-experts (edp = dp x cp x tp / (etp x ep)); everything else over all of dp x cp. Source: NVIDIA/Megatron-LM core/distributed/distributed_data_parallel.py
-(expert_parallel_buffers), core/optimizer/__init__.py (expert parameters have their own groups).
+experts (edp = dp x cp x tp / (etp x ep), of one instance); everything else over all of dp x cp. Source: NVIDIA/Megatron-LM
+core/distributed/distributed_data_parallel.py (expert_parallel_buffers), core/optimizer/__init__.py (expert parameters have their own groups).
 """
 
 from costmodel.program.inventory import Inventory, UnitParams, nbytes, without_experts
@@ -25,6 +25,8 @@ class MegatronExperts(MegatronDP):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.edp = run.plan.expert_replicas
+        self.copies = self.edp * self.instances
+        """Ranks that reduce the gradients of the same experts."""
         parts = [(*without_experts(layer), n) for layer, n in inventory.stretches]
         rest, experts, mixtures = parts[-1]
         self.dense = inventory.layers - mixtures
@@ -48,36 +50,34 @@ class MegatronExperts(MegatronDP):
 
     def syncs(self, micro: str) -> bool:
         """Ranks of one tp group may have the same experts though no data-parallel rank has the same of anything else."""
-        return micro in (ONLY, LAST) and (self.n > 1 or self.edp > 1)
+        return micro in (ONLY, LAST) and (self.n > 1 or self.copies > 1)
 
     def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
         if unit in (EMBEDDING, HEAD) or not is_expert(ready.param):
             return super().completes(unit, index, ready) if self.n > 1 else None
-        return self.expert_buckets.flush.get((LAYER, index - self.dense), {}).get(ready.param.name) if self.edp > 1 else None
+        return self.expert_buckets.flush.get((LAYER, index - self.dense), {}).get(ready.param.name) if self.copies > 1 else None
 
-    def _reduce(self, size: int, event: str, param: Param | None = None) -> Op:
+    def _reduce(self, size: int, event: str, param: Param | None = None) -> list[Op]:
         if param is None or not is_expert(param):
             return super()._reduce(size, event, param)
-        kind = "reduce-scatter" if self.distributed else "all-reduce"
-        return collective(REPLICAS, kind, self.edp, size, self.precision.reduce, event=f"expert {event}" if event else "",
-                          name=f"bucket.{kind.replace('-', '_')}")
+        return self._sends(REPLICAS, self.edp, size, f"expert {event}" if event else "")
 
-    def _of_experts(self, size: int) -> Op:
+    def _of_experts(self, size: int) -> list[Op]:
         return self._reduce(size, "", self.expert)
 
     def backward_end(self, micro: str) -> list[Op]:
         ops = super().backward_end(micro) if self.n > 1 else []
-        if not self.syncs(micro) or self.plan.pp > 1 or self.edp == 1:
+        if not self.syncs(micro) or self.plan.pp > 1 or self.copies == 1:
             return ops
         if self.plan.overlap_grad_reduce:
             return [*ops, Op("megatron.wait_experts", "wait", kernels=0, event="expert grads")]
-        return [*ops, *(self._of_experts(size) for size in self.expert_buckets.sizes)]
+        return [*ops, *(op for size in self.expert_buckets.sizes for op in self._of_experts(size))]
 
     def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
         sends = super().after_micro_batches(left)
-        if self.edp == 1 or self.plan.overlap_grad_reduce:
+        if self.copies == 1 or self.plan.overlap_grad_reduce:
             return sends
-        return [*sends, *repeated(self.expert_buckets.sizes, lambda size: self._of_experts(size))]
+        return [*sends, *repeated(self.expert_buckets.sizes, self._of_experts)]
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -103,4 +103,4 @@ class MegatronExperts(MegatronDP):
         if not self.sharded or self.edp == 1 or self.gathers_in_forward:
             return sends
         event = "params" if self.plan.overlap_param_gather else ""
-        return [*sends, *repeated(self.expert_buckets.sizes, lambda size: self._expert_gather(size, event))]
+        return [*sends, *repeated(self.expert_buckets.sizes, lambda size: [self._expert_gather(size, event)])]

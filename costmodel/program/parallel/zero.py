@@ -170,8 +170,8 @@ class Zero2(Bucketed):
             return []
         element = element_bytes(self.dtype)
 
-        def gather(shard: int) -> Op:
-            return collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather", name="gather_parameters")
+        def gather(shard: int) -> list[Op]:
+            return [collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather", name="gather_parameters")]
 
         return [*repeated(self.shards, gather), ([Op("zero2.wait_gather", "wait", kernels=0, event="gather")], 1)]
 
