@@ -49,6 +49,8 @@ class Prices(Protocol):
 
     def route_s(self, experts: int) -> float: ...
 
+    def cpu_s(self, op: Op) -> float: ...
+
 
 @dataclass(slots=True)
 class Clocks:
@@ -78,6 +80,8 @@ class Clocks:
 Step = tuple[int, float, float, float, str, str, float]
 CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
 NEVER = (0.0, "", 0.0)
+COPIES = ("h2d", "d2h")
+"""Streams of copies between host and device, which take nothing from the compute stream."""
 IN_STEP = "tp"
 """The axis whose collectives begin when compute reaches them, never ahead of it: when exactly its stream was last busy decides nothing."""
 CONTROL = {"wait": WAIT, "record": RECORD, "hold": HOLD, "sync": SYNC}
@@ -141,6 +145,12 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
                 before += stalled
                 steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
                 continue
+            if kind == "cpu":
+                worked = host_s(op, prices)
+                busy[kind] = busy.get(kind, 0.0) + worked
+                before += worked
+                steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, worked, worked, worked, "", "", 0.0)]
+                continue
             if op.comm is not None:
                 sent.append(op.comm)
             other = _other_stream(op, launch, prices)
@@ -163,7 +173,9 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
 
 
 def host_s(op: Op, prices: Prices) -> float:
-    """Seconds of work of the host alone: of an op of kind host, call or route."""
+    """Seconds of work of the host alone: of an op of kind host, call, cpu or route."""
+    if op.kind == "cpu":
+        return prices.cpu_s(op)
     if op.kind == "route":
         return prices.route_s(op.kernels)
     return (prices.per_tensor_s if op.kind == "host" else prices.call_s) * op.kernels
@@ -175,8 +187,10 @@ def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
     if kind == "collective":
         assert op.comm is not None
         return ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached
-    if kind in ("side", "copy"):
-        return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis or "copy", op.event, detached
+    if kind == "side":
+        return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis, op.event, detached
+    if kind == "copy":
+        return ISSUE, launch * op.kernels, prices.device_s(op), 0.0, op.axis, op.event, detached
     return CONTROL[kind], launch * op.kernels, 0.0, 0.0, op.axis, op.event, 0.0
 
 
@@ -248,7 +262,7 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
                 after = free
             if kappa and device:
                 for name, end in streams.items():
-                    if end > compute:
+                    if end > compute and name not in COPIES:
                         begin_busy = busy.get(name, end)
                         overlap = (end if end < after else after) - (begin_busy if begin_busy > compute else compute)
                         if overlap > 0.0:

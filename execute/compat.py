@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -26,7 +27,7 @@ __all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial
            "allocator_settings", "around_ddp_forward", "assume_static", "bucket_assignment", "clear_cublas_workspaces", "ddp_bucket_caps",
            "engine_would_add_in_place", "exchange", "fake_world", "finished_work", "fsdp_groups", "group_by_name", "inner_tensors",
            "materialise", "reduce_scatter", "registered_name", "storage_key", "unsharded_gradients", "unwatched", "waits_for_fake",
-           "watch_fsdp", "watch_resize", "watch_sharding_propagation", "world_of"]
+           "watch_fsdp", "watch_resize", "watch_sharding_propagation", "watch_transfers", "world_of"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
@@ -88,6 +89,21 @@ def clear_cublas_workspaces() -> None:
 def unwatched() -> AbstractContextManager[Any]:
     """What happens inside is no operation of the program: no dispatch mode sees it."""
     return _disable_current_modes()
+
+
+class watch_transfers(TorchFunctionMode):
+    """FSDP2's copies between a device and its host (`Tensor.to(device, non_blocking=...)`), made where both are the CPU, and PyTorch would make none."""
+
+    def __init__(self, around: Callable[[Tensor], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.around = around
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and "non_blocking" in kwargs and len(args) == 2 and isinstance(args[1], torch.device):
+            with self.around(args[0]):
+                return args[0].clone()
+        return func(*args, **kwargs)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -28,8 +28,10 @@ from costmodel.program.parallel.expert import refusals as expert_refusals
 from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
+from costmodel.program.parallel.fsdp_offload import OffloadedFSDP
 from costmodel.program.parallel.megatron import MegatronDP
 from costmodel.program.parallel.nanochat import Nanochat
+from costmodel.program.parallel.offload import refusals as offload_refusals
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
@@ -78,7 +80,7 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     if p.framework == "deepspeed":
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
-        return (ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
+        return (OffloadedFSDP if p.offload != "none" else ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
     if p.zero == 2:
         return Zero2(run, numbers, inventory)
     if p.zero == 1:
@@ -114,8 +116,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              "Use model.extra_params = 0 to leave them out."),
             (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
              "gradients zeroed in place under this strategy", "Use zero_set_to_none = true."),
-            (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
-            (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
             (p.checkpointing.mode == "selective" and not {*p.checkpointing.ops} < {"attention", "op", ""} or len(p.checkpointing.ops) > 1,
              "plan.checkpointing.ops", list(p.checkpointing.ops), "this list of operations", 'Use ["attention"] or ["op"].'),
             (r.optimizer.name == "muon" and (p.framework not in ("pytorch", "nanochat") or p.framework == "pytorch" and p.zero > 0 or p.tp * p.pp > 1),
@@ -128,6 +128,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     if r.precision.compute == "fp8" or r.precision.fp8_gather or r.precision.fp8_parameters:
         yield from float8.refusals(run)
+    if run.plan.offload != "none" or run.plan.activation_offload:
+        yield from offload_refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
     yield from ContextParallel.refusals(run, resolved_attention(run))
@@ -620,7 +622,8 @@ def build(run: Run) -> Program:
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
         persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
-        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True))
+        host, slack = tuple(strategy.host_persistent(role)), strategy.host_slack_bytes()
+        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True), host, slack)
                   for name, n, first, one in _by_experts(run, builder, role, ranks, example)]
     layer = builder.unit[LAYER]
     return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),
