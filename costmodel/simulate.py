@@ -326,7 +326,7 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             if event:
                 events[event] = (start + device, axis, 0.0)
         elif code == SYNC:
-            host = max(host + launch, compute)
+            host = max(host + launch, events.get(event, NEVER)[0] if event else compute)
     c.compute, c.host = compute, host
     phase = block.phase
     c.phases[phase] = c.phases.get(phase, 0.0) + compute - begin

@@ -24,6 +24,7 @@ from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.dataparallel import DataParallel
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
+from costmodel.program.parallel.deepspeed_offload import OffloadedZero, OffloadedZero3
 from costmodel.program.parallel.expert import refusals as expert_refusals
 from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
@@ -78,6 +79,8 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     if p.framework == "nanochat":
         return Nanochat(run, numbers, inventory)
     if p.framework == "deepspeed":
+        if p.offload != "none":
+            return (OffloadedZero3 if p.zero == 3 else OffloadedZero)(run, numbers, inventory)
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
         return (OffloadedFSDP if p.offload != "none" else ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)

@@ -14,7 +14,7 @@ Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "w
 matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
 host and device, on the stream of `axis` ("h2d" or "d2h"). collective: on its axis's stream, behind what that stream already has. wait: compute waits for
 an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
-for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region. cpu: the host
+for compute, or for an event. host: work of the host alone, a unit a tensor. call: the host enters a compiled region. cpu: the host
 computes in its own memory while the device waits. route: the host reads
 which rows go to which expert while compute waits, `kernels` the experts. mark: a place in a unit where
 the strategy puts ops of its own; the builder leaves none.
@@ -65,7 +65,7 @@ class Op(NamedTuple):
     frees: tuple[Tensor, ...] = ()
     comm: Comm | None = None
     event: str = ""
-    """collective, copy: the event it signals when done (empty: compute waits at once); wait, hold: the event waited for;
+    """collective, copy: the event it signals when done (empty: compute waits at once); wait, hold, sync: the event waited for;
     record: the event set."""
     axis: str = ""
     """side, hold, copy: the axis on whose stream it happens."""

@@ -189,7 +189,8 @@ def _verdict(report: StepReport, role: RoleReport, page: Page) -> None:
     page.heading("VERDICT")
     page.line(verdict_sentence(report.verdict, memory), _STYLE[report.verdict], "  ")
     if memory.host is not None and not _by_host(report.verdict, memory):
-        page.line(f"host memory{'' if memory.host.verdict == 'unknown' else ' ' + memory.host.verdict}: the ranks of a node need {node_words(memory.host)}", indent="  ")
+        word = "" if memory.host.verdict == "unknown" else f" {memory.host.verdict}"
+        page.line(f"host memory{word}: the ranks of a node need {node_words(memory.host)}", indent="  ")
     page.line(f"highest on {_who(worst, report)}, at the moment of: {moment(memory.allocated.moment)}", indent="  ")
 
 
@@ -252,7 +253,8 @@ def _memory(report: StepReport, role: RoleReport, memory: MemoryReport, page: Pa
         figures.append(["device total", size(memory.device_bytes), "what nvidia-smi shows" + (f"; also {outside}" if outside else "")])
     if memory.host is not None:
         parts = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in memory.host.states.items())
-        figures.append(["host memory", size(memory.host.held_bytes), f"of this rank, with what page-locked blocks round up: {parts}; {node_words(memory.host)}"])
+        figures.append(["host memory", size(memory.host.held_bytes),
+                        f"of this rank, with what page-locked blocks round up: {parts}; {node_words(memory.host)}"])
     if memory.capacity_bytes is not None:
         figures.append(["capacity", size(memory.capacity_bytes), f"{share(_used(memory), memory.capacity_bytes)} used"])
     page.table(["figure", "bytes", "what it counts"], figures, "<><")

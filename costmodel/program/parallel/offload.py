@@ -56,7 +56,7 @@ def refusals(run: Run) -> Iterator[PlanError]:
     if p.framework == "deepspeed" and p.offload == "params" and p.zero < 3:
         yield PlanError("plan.offload", p.offload, f"DeepSpeed offloads parameters at stage 3 alone (zero = {p.zero}).",
                         "Use offload = optimizer, or zero = 3.")
-    for name, degree in (("ep", p.ep), ("pp", p.pp), *((("tp", p.tp), ("cp", p.cp)) if p.framework == "deepspeed" else ())):
+    for name, degree in (("ep", p.ep), ("pp", p.pp), *((("tp", p.tp),) if p.framework == "deepspeed" else ())):
         if degree > 1:
             yield PlanError("plan.offload", p.offload, f"offload with {name} = {degree}: not predicted yet.", f"Use {name} = 1, or offload = none.")
     if r.optimizer.name not in ("sgd", "momentum", "adam", "adamw"):
@@ -64,6 +64,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
     if r.precision.fp8_gather:
         yield PlanError("recipe.precision", r.precision.name, "offloaded parameters that are gathered in fp8: not predicted yet.",
                         "Use bf16-mixed, or offload = none.")
-    if r.precision.loss_scaling:
+    if r.precision.loss_scaling and p.framework == "pytorch":
         yield PlanError("recipe.precision", r.precision.name, "a scaled loss whose gradients are in host memory: not predicted yet.",
                         "Use bf16-mixed, or offload = none.")
