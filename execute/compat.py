@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -91,19 +90,26 @@ def unwatched() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-class watch_transfers(TorchFunctionMode):
-    """FSDP2's copies between a device and its host (`Tensor.to(device, non_blocking=...)`), made where both are the CPU, and PyTorch would make none."""
+@contextlib.contextmanager
+def watch_transfers(around: Callable[[Tensor], AbstractContextManager[Any]]) -> Iterator[None]:
+    """FSDP2's copies between a device and its host (`Tensor.to(device, non_blocking=...)`), made where both are the CPU, and PyTorch would make none.
 
-    def __init__(self, around: Callable[[Tensor], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self.around = around
+    A patch, not a torch function mode: the engine runs FSDP2's backward hooks without those.
+    """
+    plain = torch.Tensor.to
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.to and "non_blocking" in kwargs and len(args) == 2 and isinstance(args[1], torch.device):
-            with self.around(args[0]):
-                return args[0].clone()
-        return func(*args, **kwargs)
+    @functools.wraps(plain)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "non_blocking" in kwargs and len(args) == 1 and isinstance(args[0], torch.device):
+            with around(self):
+                return self.clone()
+        return plain(self, *args, **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.to
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

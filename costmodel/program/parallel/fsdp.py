@@ -31,6 +31,8 @@ class FSDP(Strategy):
     reads = ("reshard_after_forward", "backward_prefetch")
     sharded = ("parameters", "gradients", "optimizer")
     axis = "dp_shard"
+    keeps_shards = True
+    """A reduced shard of the gradients' dtype is the gradient."""
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
@@ -312,7 +314,7 @@ class FSDP(Strategy):
                 ops.append(Op("fsdp.hold(scattered)", "hold", kernels=0, event="scattered", axis="dp_replicate"))
             ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})",
                                   inline=True))
-        holds = replicate > 1 and not (fresh and same) and not self.pipelined
+        holds = replicate > 1 and not (fresh and same and self.keeps_shards) and not self.pipelined
         ops += self._keep_shard(group, rs_out, fresh=fresh, holds=holds)
         if holds and group == ROOT:
             held = sum(self._bytes(g, p.reduce, whole=False) * (1 if g == ROOT else self.inventory.layers) for g in self.groups)

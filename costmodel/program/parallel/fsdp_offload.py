@@ -25,6 +25,8 @@ from costmodel.spec.parameters import Param
 class OffloadedFSDP(FSDP):
     """FSDP2 and HSDP with their state in host memory."""
 
+    keeps_shards = False
+
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def persistent(self, role: str) -> list[Tensor]:
@@ -127,7 +129,8 @@ class OffloadedFSDP(FSDP):
             sent, event = (cast,), "cast"
         numel, count = self.local[group], len(self.groups[group].params)
         shard = Tensor(f"{group}.grad_shard", "gradients", nbytes(numel, p.gradient))
-        made = shard if fresh else Tensor(f"{group}.new_grad_shard", "temporaries", shard.nbytes)
+        largest = max(local_rows(q.shape[0], n) * (q.numel // q.shape[0]) for q in self.groups[group].params)
+        made = shard if fresh else Tensor(f"{group}.new_grad", "temporaries", nbytes(largest, p.gradient))
         moved = to_host(f"fsdp.to_host({group})", shard.nbytes, tensors=count, detached=n > 1 or self.plan.dp_replicate > 1, pinned=fresh)
         ops += [Op(f"fsdp.hold({event})", "hold", kernels=0, event=event, axis=D2H), moved._replace(frees=sent, host_allocs=(made,))]
         if not fresh:
