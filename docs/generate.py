@@ -129,8 +129,9 @@ def types() -> dict[str, type]:
     found: list[type] = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
              spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.HostMemory, report.Peak, report.TimeReport,
              report.Collective, report.Scaling, waterfall.Waterfall, waterfall.Bar, comparison.Comparison, comparison.Entry, comparison.Memory,
-             comparison.Difference, comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term, explain.LayerSplit,
-             explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight, records.Record, records.Outcome, records.Environment]
+             comparison.Difference, comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term,
+             explain.LayerSplit, explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight, records.Record,
+             records.Outcome, records.Environment]
     return {kind.__name__: kind for kind in found}
 
 
