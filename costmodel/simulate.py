@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from costmodel.program.ir import Block, Comm, Op, Part
+from costmodel.program.ir import COPIES, Block, Comm, Op, Part
 
 COMPUTE_KINDS = ("matmul", "attention", "memory")
 SETTLED = 1e-9
@@ -80,8 +80,6 @@ class Clocks:
 Step = tuple[int, float, float, float, str, str, float]
 CHUNK, ISSUE, BLOCKING, WAIT, RECORD, HOLD, SIDE, SYNC = range(8)
 NEVER = (0.0, "", 0.0)
-COPIES = ("h2d", "d2h")
-"""Streams of copies between host and device, which take nothing from the compute stream."""
 IN_STEP = "tp"
 """The axis whose collectives begin when compute reaches them, never ahead of it: when exactly its stream was last busy decides nothing."""
 CONTROL = {"wait": WAIT, "record": RECORD, "hold": HOLD, "sync": SYNC}
@@ -527,7 +525,8 @@ class Advance(NamedTuple):
         for name in self.streams:
             if not -near <= c.streams[name] - then.streams[name] - later <= near:
                 return False
-            if (c.busy_from[name] > c.compute or then.busy_from[name] > then.compute) and not -near <= c.busy_from[name] - then.busy_from[name] - later <= near:
+            busy, before = c.busy_from.get(name, 0.0), then.busy_from.get(name, 0.0)  # a stream that was only held has never been busy
+            if (busy > c.compute or before > then.compute) and not -near <= busy - before - later <= near:
                 return False
         for name in self.events:
             if not -near <= c.events[name][0] - then.events[name][0] - later <= near:

@@ -73,7 +73,8 @@ def explain(run: Run, report: StepReport | None = None, profile: Profile | str |
     where = placements(builders[0], mesh)
     passing = sum(t.nbytes for b in builders for t in b.strategy.kept_gradients()) if "gradients" not in role.memory.states and not role.memory.host else 0
     kept = role.memory.host.states if role.memory.host else {}
-    states = {**role.memory.states, **({"gradients": passing} if passing else {}), **kept}
+    states = {**role.memory.states, **({"gradients": passing} if passing else {})}
+    states |= {name: states.get(name, 0) + here for name, here in kept.items()}
     memory = replace(role.memory, states=states) if states != role.memory.states else role.memory
     each = terms(builders, names, memory.states, until_update=passing > 0)
     whole: dict[str, float] = {}

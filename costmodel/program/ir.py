@@ -21,6 +21,10 @@ the strategy puts ops of its own; the builder leaves none.
 """
 
 
+COPIES = ("h2d", "d2h")
+"""Streams of copies from and to host memory, which take nothing from the compute stream."""
+
+
 class Tensor(NamedTuple):
     """An allocation or a release: what, its category (costmodel.report.CATEGORIES), and its bytes (always positive)."""
 

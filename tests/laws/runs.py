@@ -64,6 +64,9 @@ def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
         plan |= {"bucket_bytes": draw(st.integers(1, 200_000)), "first_bucket_bytes": draw(st.integers(1, 20_000)),
                  "prefetch_bucket_params": draw(st.sampled_from([0, 50_000_000])), "max_live_params": draw(st.sampled_from([0, 20_000, 10**9])),
                  "allgather_bucket_params": draw(st.integers(500, 10**8))}
+    if (plan["framework"], plan["zero"]) == ("pytorch", 3) or plan["framework"] == "deepspeed" and plan["zero"]:
+        whole = plan["framework"] == "deepspeed" and plan["zero"] == 3
+        plan["offload"] = draw(st.sampled_from(["none", "none", "params" if plan["framework"] == "pytorch" or whole and draw(st.booleans()) else "optimizer"]))
     plan["checkpointing"] = draw(st.sampled_from(["none", "none", "full", "full:2", "full:3", "full:4", "every:2", "every:3", "selective", "selective:op"]))
     return plan
 

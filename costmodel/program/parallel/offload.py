@@ -6,10 +6,10 @@ memory rounds every block up to a power of two (at/src/ATen/core/CachingHostAllo
 
 from collections.abc import Iterable, Iterator
 
-from costmodel.program.ir import Op
+from costmodel.program.ir import COPIES, Op
 from costmodel.spec import PlanError, Run
 
-H2D, D2H = "h2d", "d2h"
+H2D, D2H = COPIES
 
 
 def on_host(ops: Iterable[Op]) -> list[Op]:
