@@ -199,6 +199,10 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    threads = profile.get("host.optimizer.threads", 0.0)
+    if p.offload != "none" and threads and run.cluster.gpus_in_node > 1:
+        notes.append(f"The CPU updates with {threads:g} thread(s) a rank, as torchrun starts it where OMP_NUM_THREADS is not set: set it, and "
+                     "host.optimizer.threads of the profile to the same.")
     if p.pp > 1 and p.schedule in SPLIT:
         notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
                      "the next step.")

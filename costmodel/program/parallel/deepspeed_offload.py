@@ -40,7 +40,8 @@ class OffloadedZero(DeepSpeedZero):
 
     @property
     def accumulates_on_host(self) -> bool:
-        return not self.wide and self.recipe.grad_accum > 1
+        """Stage 1 keeps gradients on the device until the last micro-batch."""
+        return self.stage > 1 and not self.wide and self.recipe.grad_accum > 1
 
     def persistent(self, role: str) -> list[Tensor]:
         parameters, _ = super().persistent(role)
