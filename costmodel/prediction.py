@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from costmodel import memory as reading
+from costmodel.catalog.machines import other_devices
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, single_builder
@@ -180,7 +181,7 @@ def single_gpu(run: Run) -> Run:
 # -- words -------------------------------------------------------------------------------------------------------------------
 
 BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
-               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host: kernels are launched too slowly",
+               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host, issuing work",
                "contention": "contention of communication with compute", "cpu": "the CPU, which adds gradients up in host memory",
                "exposed h2d": "copies from host memory", "exposed d2h": "copies to host memory", "slow rank": "one slow rank, for which the others wait"}
 
@@ -199,10 +200,11 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    notes += [f"Profile {profile.name}: {words}." for words in other_devices(profile.machines, [run.cluster.accelerator.name])]
     threads = profile.get("host.optimizer.threads", 0.0)
     if p.offload != "none" and threads and run.cluster.gpus_in_node > 1:
-        notes.append(f"The CPU updates with {threads:g} thread(s) a rank, as torchrun starts it where OMP_NUM_THREADS is not set: set it, and "
-                     "host.optimizer.threads of the profile to the same.")
+        notes.append(f"The CPU updates with {threads:g} thread{'' if threads == 1 else 's'} a rank, as torchrun starts it where OMP_NUM_THREADS is not set: "
+                     "set it, and host.optimizer.threads of the profile to the same.")
     if p.pp > 1 and p.schedule in SPLIT:
         notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
                      "the next step.")
