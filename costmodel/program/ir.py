@@ -60,8 +60,8 @@ class Op(NamedTuple):
     nbytes: float = 0.0
     """Bytes read plus bytes written in device memory; cpu: in the host's; copy: bytes moved."""
     dims: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k); attention: (batch, heads, kv_heads, s_q, s_k, head_dim, causal, backward);
-    copy: (1,) where the host's memory is not page-locked."""
+    """matmul: (batch, m, n, k); attention: (batch, heads, kv_heads, s_q, s_k, head_dim, causal, backward), where a window counts as the shorter
+    causal s_k of as much work; copy: (1,) where the host's memory is not page-locked."""
     dtype: str = "fp32"
     kernels: int = 1
     """Kernels the host launches for it."""

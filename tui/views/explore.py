@@ -213,8 +213,8 @@ def memory(report: StepReport, size: Size) -> list[Line]:
     rows += legend(shares, _words(MEMORY), "m-", size.width, 1 if size.compact else 2, 0, size.compact)
     rows += [[]] if not size.compact and len(rows) < size.roles + 3 else []
     host = fullest.memory.host
-    apart = f"; host {gib(host.node_bytes or 0)}{f' of {gib(host.capacity_bytes)}' if host.capacity_bytes else ''} GiB a node" if host else ""
-    rows.append(line(dim("moment "), f"{role_name(fullest)}, {moment(fullest.memory.allocated.moment)}{apart}"))
+    apart = f"host {gib(host.node_bytes or 0)}{f' of {gib(host.capacity_bytes)}' if host.capacity_bytes else ''} GiB a node; " if host else ""
+    rows.append(line(dim("moment "), f"{apart}{role_name(fullest)}, {moment(fullest.memory.allocated.moment)}"))
     return rows
 
 
