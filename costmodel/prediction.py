@@ -203,8 +203,7 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes += [f"Profile {profile.name}: {words}." for words in other_devices(profile.machines, [run.cluster.accelerator.name])]
     threads = profile.get("host.optimizer.threads", 0.0)
     if p.offload != "none" and threads and run.cluster.gpus_in_node > 1:
-        notes.append(f"The CPU updates with {threads:g} thread{'' if threads == 1 else 's'} a rank, as torchrun starts it where OMP_NUM_THREADS is not set: "
-                     "set it, and host.optimizer.threads of the profile to the same.")
+        notes.append(f"The CPU updates with {threads:g} thread{'' if threads == 1 else 's'} a rank: OMP_NUM_THREADS, host.optimizer.threads.")
     if p.pp > 1 and p.schedule in SPLIT:
         notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
                      "the next step.")

@@ -102,7 +102,7 @@ def verdict(state: State, rested: Rested | None, size: Size) -> list[Line]:
         needs = f"{gib(held(m))} of {gib(m.capacity_bytes)} GiB" if m.capacity_bytes else f"{gib(held(m))} GiB"
         where = [Span(f" on {role_name(fullest)}  "), _room(m.headroom_bytes, bold_too=True)]
         if m.host and m.host.verdict == report.verdict == "does not fit" and (m.headroom_bytes or 0) >= 0:
-            needs, where = f"{gib(m.host.node_bytes or 0)} of {gib(m.host.capacity_bytes or 0)} GiB", [Span(" of the host memory of a node")]
+            needs, where = f"{gib(m.host.node_bytes or 0)} of {gib(m.host.capacity_bytes or 0)} GiB", [Span(" of a host")]
         rows.append([Span(f" {word} ", style), bold(f"  {needs}"), *where])
     if report.step_s is not None:
         mfu = f"  MFU {share(report.mfu)}" if report.mfu is not None else ""
