@@ -146,7 +146,8 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
+    return (found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
+            + offload_cases())
 
 
 def optimizer_cases() -> list[Case]:
@@ -413,6 +414,24 @@ def kind_cases() -> list[Case]:
         *(case(f"kinds dense first pp 4 x fsdp 2 rank {r}", eight, 8, "fsdp", {"grad_accum": 4}, stage=r, pp=4, **kept) for r in (0, 1, 3)),
         case("kinds dense first pp 4 x ddp 2 rank 1", eight, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=4),
         case("deepseek-v2-lite fsdp 64 x ep 8 full ckpt", "deepseek-v2-lite", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
+    ]
+
+
+def offload_cases() -> list[Case]:
+    """State in host memory."""
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    return [
+        case("fsdp llama 8 offloaded", LLAMA, 8, "fsdp", offload="params"),
+        case("fsdp llama 8 offloaded, accumulate", LLAMA, 8, "fsdp", {"grad_accum": 3}, offload="params"),
+        case("fsdp gpt 7 offloaded foreach tiny", DEEP_GPT, 7, "fsdp", {**tiny, "optimizer": "adamw:foreach"}, offload="params"),
+        case("fsdp deep 2 offloaded fp32 tiny", DEEP, 2, "fsdp", {**tiny, "precision": "fp32"}, offload="params", checkpointing="full"),
+        case("fsdp deep 2 offloaded bf16-pure no sync", DEEP, 2, "fsdp", {**tiny, "precision": "bf16-pure", "grad_accum": 2}, offload="params",
+             sync_each_micro_batch=False),
+        case("fsdp deep 8 offloaded, bf16 reduced", DEEP, 8, "fsdp", {**tiny, "precision": {"base": "bf16-mixed", "reduce": "bf16"}}, offload="params"),
+        case("hsdp deep 16 offloaded", DEEP, 16, "hsdp", tiny, offload="params"),
+        case("fsdp 4 x tp 2 offloaded", LLAMA, 8, "fsdp", tp=2, offload="params", sequence_parallel=True),
+        case("fsdp 4 x cp 2 offloaded", LLAMA, 8, "fsdp", cp=2, offload="params"),
+        case("fsdp llama 1 offloaded tiny", LLAMA, 1, "fsdp", tiny, offload="params"),
     ]
 
 

@@ -150,7 +150,10 @@ PARTS = (
     Part("loss: bf16", {"loss": "bf16"}), Part("loss: chunked", {"loss": "chunked"}), Part("loss: fused", {"loss": "fused"}),
     Part("loss: in place", {"loss": "inplace"}),
     Part("torch.compile", {"compile": True}), Part("CUDA graphs", {"cuda_graphs": True}), Part("dropout", {"dropout": 0.1}),
-    Part("offload of optimizer states", {}, {"offload": "optimizer"}),
+    Part("offload to host memory: FSDP2", {}, {"strategy": "fsdp", "offload": "params"}),
+    Part("offload to host memory: DeepSpeed, optimizer", {}, {"strategy": "zero2", "framework": "deepspeed", "offload": "optimizer"}),
+    Part("offload to host memory: DeepSpeed, parameters", {}, {"strategy": "zero3", "framework": "deepspeed", "offload": "params"}),
+    Part("offload of activations", {}, {"activation_offload": True}),
     Part("mixture of experts", model="mixtral-8x7b"), Part("dense layers before a mixture of experts", model={
         **MIXTURE, "moe": {**MIXTURE["moe"], "first_dense_layers": 1}}), Part("latent attention", model={**LLAMA, "kv_heads": LLAMA["heads"], "mla": {
         "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}),

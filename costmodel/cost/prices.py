@@ -96,6 +96,7 @@ class RunPrices:
         self.routing = scaled * profile.get("moe.layer_s", 0.0), scaled * profile.get("moe.local_expert_s", 0.0)
         """Host seconds of one pass of a layer's token dispatcher: for itself, and for each local expert; the constants are of both passes."""
         self.fixed = profile.value("step.fixed_s")
+        self.cpu_bytes_per_s = _cpu_rate(run, profile) if run.plan.offload != "none" else 0.0
         self.jitter = profile.value("jitter.per_doubling")
         self.memory_s = self.compute.memory_s
         """Seconds of a memory-bound op."""
@@ -122,6 +123,10 @@ class RunPrices:
         """Host seconds in which compute waits for one pass of a layer's token dispatcher."""
         return self.routing[0] + experts * self.routing[1]
 
+    def cpu_s(self, op: Op) -> float:
+        """Seconds in which a rank's CPU threads go through the bytes of an op in host memory."""
+        return op.nbytes / self.cpu_bytes_per_s
+
     def collective_s(self, comm: Comm) -> float:
         return self.seconds_of(comm.axis, comm.kind, priced_bytes(comm.kind, comm.nbytes, comm.out_bytes), comm.group)
 
@@ -141,3 +146,11 @@ class RunPrices:
             assert group.size == size, f"axis {axis} has {group.size} ranks, not {size}"
             seconds = self._comm[key] = factor * self.network.collective_s(kind, nbytes, group)
         return seconds
+
+
+def _cpu_rate(run: Run, profile: Profile) -> float:
+    """Bytes a second that a rank's update on the CPU goes through: its share of the node's memory, or what its threads can do."""
+    ranks = run.cluster.gpus_in_node
+    node = profile.value("host.memory_bytes_per_s") * profile.value("host.memory_share") / ranks
+    threads = profile.get("host.optimizer.threads", 0.0)
+    return min(node, threads * profile.value("host.thread_bytes_per_s")) if threads and ranks > 1 else node

@@ -27,13 +27,16 @@ from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.dataparallel import DataParallel
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
+from costmodel.program.parallel.deepspeed_offload import OffloadedZero, OffloadedZero3
 from costmodel.program.parallel.expert import refusals as expert_refusals
 from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
+from costmodel.program.parallel.fsdp_offload import OffloadedFSDP
 from costmodel.program.parallel.megatron import MegatronDP
 from costmodel.program.parallel.megatron_fsdp import MegatronFSDP
 from costmodel.program.parallel.nanochat import Nanochat
+from costmodel.program.parallel.offload import refusals as offload_refusals
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
@@ -84,9 +87,11 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     if p.framework == "nanochat":
         return Nanochat(run, numbers, inventory)
     if p.framework == "deepspeed":
+        if p.offload != "none":
+            return (OffloadedZero3 if p.zero == 3 else OffloadedZero)(run, numbers, inventory)
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
-        return (ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
+        return (OffloadedFSDP if p.offload != "none" else ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
     if p.zero == 2:
         return Zero2(run, numbers, inventory)
     if p.zero == 1:
@@ -118,8 +123,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              "Use model.extra_params = 0 to leave them out."),
             (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
              "gradients zeroed in place under this strategy", "Use zero_set_to_none = true."),
-            (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
-            (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
             (p.checkpointing.mode == "selective" and not {*p.checkpointing.ops} < {"attention", "op", ""} or len(p.checkpointing.ops) > 1,
              "plan.checkpointing.ops", list(p.checkpointing.ops), "this list of operations", 'Use ["attention"] or ["op"].'),
             (r.optimizer.name == "muon" and (p.framework not in ("pytorch", "nanochat") or p.framework == "pytorch" and p.zero > 0 or p.tp * p.pp > 1),
@@ -134,6 +137,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
         yield from float8.refusals(run)
     yield from latent_refusals(run)
     yield from window_refusals(run)
+    if run.plan.offload != "none" or run.plan.activation_offload:
+        yield from offload_refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
     yield from ContextParallel.refusals(run, resolved_attention(run))
@@ -660,7 +665,8 @@ def build(run: Run) -> Program:
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
         persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
-        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True))
+        host, slack = tuple(strategy.host_persistent(role)), strategy.host_slack_bytes()
+        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True), host, slack)
                   for name, n, first, one in _by_experts(run, builder, role, ranks, example)]
     return Program(tuple(roles), strategy, inventory, numbers, layer_flops(builder.unit, builder.names),
                    builder.unit[HEAD].matmul_flops, builder.recomputed_flops, builder)

@@ -63,7 +63,8 @@ class Plan(Spec):
     HybridEP) a token travels once to each rank that has some of its experts."""
     checkpointing: Checkpointing = Checkpointing()
     offload: Literal["none", "optimizer", "params"] = "none"
-    """What lives in host memory between uses."""
+    """What lives in host memory between uses: the optimizer's state (DeepSpeed, whose CPU updates it), or parameters as well (DeepSpeed's stage 3; FSDP2, whose
+    CPUOffloadPolicy moves parameters, gradients and optimizer together)."""
     activation_offload: bool = False
     bucket_bytes: PositiveInt = 25 * MIB
     """DDP's and ZeRO's gradient bucket (DeepSpeed: reduce_bucket_size in bytes of the gradient dtype; left out, its 5e8 elements)."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from costmodel.spec import Run
@@ -50,12 +50,13 @@ def shard(run: Run, model: nn.Module, device: str = "cpu", mesh: DeviceMesh | No
     mesh = mesh or mesh_of(run, device)
     mesh = mesh["dp_replicate", "dp_shard"] if p.dp_replicate > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
+    where = CPUOffloadPolicy(pin_memory=False) if p.offload == "params" else OffloadPolicy()  # fake memory cannot be page-locked
     layers = list(model.get_submodule("layers").children())
     if spread := spread or spread_of(run, device):
         shard_experts(run, model, spread, policy)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=p.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=p.reshard_after_forward, offload_policy=where)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=where)
     sharded: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for i, one in enumerate(sharded):
         if p.forward_prefetch:

@@ -67,6 +67,9 @@ def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
     if framework == "megatron" and zero == 3:
         plan |= {"reshard_after_forward": True, "sync_each_micro_batch": True, "double_buffer": draw(st.booleans()),
                  "communication_unit_params": draw(st.sampled_from([None, 1, 2_000, 20_000, 200_000]))}
+    if (framework, zero) == ("pytorch", 3) or framework == "deepspeed" and zero:
+        whole = framework == "deepspeed" and zero == 3
+        plan["offload"] = draw(st.sampled_from(["none", "none", "params" if framework == "pytorch" or whole and draw(st.booleans()) else "optimizer"]))
     plan["checkpointing"] = draw(st.sampled_from(["none", "none", "full", "full:2", "full:3", "full:4", "every:2", "every:3", "selective", "selective:op"]))
     return plan
 
