@@ -146,7 +146,8 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + corner_cases() + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
+    return (found + corner_cases() + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases()
+            + attention_cases() + offload_cases())
 
 
 def corner_cases() -> list[Case]:
@@ -334,6 +335,19 @@ def expert_cases() -> list[Case]:
         case("moe single capacity 1.25", deep, 1, "single", {**pure, "moe_capacity_factor": 1.25}),
         case("moe fsdp 8 x ep 4 capacity 1.25", deep, 8, "fsdp", {"moe_capacity_factor": 1.25}, ep=4),
         case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
+        case("moe fsdp 4 x cp 2 x ep 4 ring", MIXTURE, 8, "fsdp", cp=2, ep=4),
+        case("moe fsdp 2 x cp 4 x ep 8 ring deep", wide, 8, "fsdp", cp=4, ep=8),
+        case("moe fsdp 4 x cp 2 x ep 2 allgather deep full ckpt", wide, 8, "fsdp", cp=2, cp_kind="allgather", ep=2, checkpointing="full"),
+        case("moe cp 2 x ep 2 ulysses deep", wide, 2, "fsdp", cp=2, cp_kind="ulysses", ep=2),
+        case("moe fsdp 4 x cp 2 ring", deep, 8, "fsdp", cp=2),
+        case("moe ddp 2 x cp 2 ring", deep, 4, "ddp", pure, cp=2),
+        case("moe hsdp 2 x 2 x cp 2 x ep 4", deep, 8, "hsdp", dp_shard=2, cp=2, ep=4),
+        case("moe pp 4 x fsdp 4 x ep 2 first", {**MIXTURE, "layers": 8}, 16, "fsdp", {"grad_accum": 8}, stage=0, pp=4, ep=2),
+        case("moe pp 4 x fsdp 4 x ep 4 middle, shared", {**wide, "layers": 8}, 16, "fsdp", {"grad_accum": 8}, stage=1, pp=4, ep=4),
+        case("moe pp 2 x fsdp 8 x ep 4 last, full ckpt", {**deep, "layers": 8}, 16, "fsdp", {"grad_accum": 4}, stage=1, pp=2, ep=4, checkpointing="full"),
+        case("moe pp 2 interleaved x hsdp 2 x 2 x ep 2", {**deep, "layers": 8}, 8, "hsdp", {"grad_accum": 4}, stage=0, pp=2, dp_shard=2, ep=2,
+             schedule="interleaved", virtual_stages=2),
+        case("moe pp 2 x fsdp 2 x cp 2 x ep 4", {**deep, "layers": 8}, 8, "fsdp", {"grad_accum": 4}, stage=0, pp=2, cp=2, ep=4),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]
 
@@ -421,6 +435,24 @@ def kind_cases() -> list[Case]:
         *(case(f"kinds dense first pp 4 x fsdp 2 rank {r}", eight, 8, "fsdp", {"grad_accum": 4}, stage=r, pp=4, **kept) for r in (0, 1, 3)),
         case("kinds dense first pp 4 x ddp 2 rank 1", eight, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=4),
         case("deepseek-v2-lite fsdp 64 x ep 8 full ckpt", "deepseek-v2-lite", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
+    ]
+
+
+def offload_cases() -> list[Case]:
+    """State in host memory."""
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    return [
+        case("fsdp llama 8 offloaded", LLAMA, 8, "fsdp", offload="params"),
+        case("fsdp llama 8 offloaded, accumulate", LLAMA, 8, "fsdp", {"grad_accum": 3}, offload="params"),
+        case("fsdp gpt 7 offloaded foreach tiny", DEEP_GPT, 7, "fsdp", {**tiny, "optimizer": "adamw:foreach"}, offload="params"),
+        case("fsdp deep 2 offloaded fp32 tiny", DEEP, 2, "fsdp", {**tiny, "precision": "fp32"}, offload="params", checkpointing="full"),
+        case("fsdp deep 2 offloaded bf16-pure no sync", DEEP, 2, "fsdp", {**tiny, "precision": "bf16-pure", "grad_accum": 2}, offload="params",
+             sync_each_micro_batch=False),
+        case("fsdp deep 8 offloaded, bf16 reduced", DEEP, 8, "fsdp", {**tiny, "precision": {"base": "bf16-mixed", "reduce": "bf16"}}, offload="params"),
+        case("hsdp deep 16 offloaded", DEEP, 16, "hsdp", tiny, offload="params"),
+        case("fsdp 4 x tp 2 offloaded", LLAMA, 8, "fsdp", tp=2, offload="params", sequence_parallel=True),
+        case("fsdp 4 x cp 2 offloaded", LLAMA, 8, "fsdp", cp=2, offload="params"),
+        case("fsdp llama 1 offloaded tiny", LLAMA, 1, "fsdp", tiny, offload="params"),
     ]
 
 

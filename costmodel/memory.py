@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from costmodel.program.ir import Block, Op, Part, RankProgram, Tensor, expand, fold
+from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, expand, fold
 from costmodel.report import CATEGORIES, Peak
 
 ACTIVATIONS = "activations"
@@ -185,6 +185,19 @@ def memory_of(program: RankProgram, memo: dict[int, Reading] | None = None) -> M
     pools = tuple(map(max, pools_of(first)[1], pools_of(steady)[1]))
     phases = dict(zip(("init", "first step", "steady step", "optimizer step"), peaks, strict=True))
     return MemoryReading(max(peaks, key=lambda p: p.total_bytes), phases, by_category(steady.net), max(first.activations, steady.activations), pools)
+
+
+def host_memory_of(program: RankProgram) -> MemoryReading:
+    """The same of host memory: the reading of a program whose ops allocate there what `Op.host_allocs` says, and nothing else."""
+    seen: dict[int, Part] = {}
+    step, first_step = (fold(part, _on_host, lambda parts: Seq(tuple(parts)), seen) for part in (program.step, program.first_step))
+    assert isinstance(step, Seq) and isinstance(first_step, Seq)
+    return memory_of(program._replace(persistent=program.host, step=step, first_step=first_step))
+
+
+def _on_host(block: Block) -> Part:
+    ops = [op._replace(allocs=op.host_allocs, frees=op.host_frees) for op in block.ops if op.host_allocs or op.host_frees]
+    return Block(block.name, block.phase, tuple(ops))
 
 
 MOST_BLOCKS = 50_000

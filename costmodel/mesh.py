@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, REPLICA_AXIS, axis_groups
+from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, REPLICA_AXIS, axis_groups
 from costmodel.program.parallel.pipeline import stages_of
 from costmodel.program.schedule import stages_on
 from costmodel.spec import PlanError, Run
@@ -26,7 +26,8 @@ SERVES = {
     "tp": "share every matmul and its weights", "cp": "share one sequence", "dp_shard": "share the state, each reads other sequences",
     "dp_replicate": "hold copies of the state, each reads other sequences", "pp": "share the layers, in stages",
     STATE_AXIS: "share the state: its shards span both axes", GRADIENT_AXIS: "average gradients: copies of the state and parts of a sequence",
-    EXPERT_AXIS: "share the experts of each layer, each reads other sequences", REPLICA_AXIS: "have the same experts",
+    EXPERT_AXIS: "share the experts of each layer, each has tokens of its own", REPLICA_AXIS: "have the same experts",
+    EXPERT_TENSOR_AXIS: "share every matrix of an expert",
     EMBEDDING_AXIS: "first and last stage, which share the tied embedding"}
 """What the ranks of a group have to do with one another."""
 
@@ -150,9 +151,10 @@ def mesh_of(run: Run) -> Mesh:
         size = axis_groups(run)[axis].size
         if size > p.cp:
             found.append(_groups(run, STATE_AXIS if axis == "dp_shard" else GRADIENT_AXIS, size, strides["cp"], world // size))
-    if p.ep > 1:
-        found += [_groups(run, EXPERT_AXIS, p.ep, p.tp, world // p.ep),
-                  _groups(run, REPLICA_AXIS, p.expert_replicas, p.tp * p.ep, world // p.expert_replicas)]
+    if p.experts_apart:
+        found += [_groups(run, EXPERT_TENSOR_AXIS, p.expert_tp, 1, world // p.expert_tp)] if p.expert_tp != p.tp else []
+        found += [_groups(run, EXPERT_AXIS, p.ep, p.expert_tp, world // p.ep),
+                  _groups(run, REPLICA_AXIS, p.expert_replicas, p.expert_tp * p.ep, world // p.expert_replicas)]
     if p.pp > 1 and run.model.tied_embeddings:
         found.append(_groups(run, EMBEDDING_AXIS, 2, world // p.pp * (p.pp - 1), world // p.pp))
     layers = [s.layers for s in stages_of(run)]

@@ -1,14 +1,16 @@
 """Run (+ Profile) -> StepReport: builds the program and puts its memory and time readings together."""
 
+from dataclasses import replace
+
 from costmodel import memory as reading
 from costmodel.catalog.machines import other_devices
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, single_builder
-from costmodel.program.ir import BlockCounts, Comm, block_counts
+from costmodel.program.ir import BlockCounts, Comm, RankProgram, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
-from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
+from costmodel.report import Basis, Collective, HostMemory, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
 from costmodel.spec import Plan, Recipe, Run
@@ -49,7 +51,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     memo: dict[int, reading.Reading] = {}
     sent = {key: _collectives(count, prices, scan) for key, count in {id(count): count for count in counts}.items()}
     read = [reading.memory_of(role, memo) for role in program.roles]
-    roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, m), time, sent[id(count)])
+    roles = [RoleReport(role.role, role.ranks, role.example_rank, _with_host(run, role, _memory(run, constants, m)), time, sent[id(count)])
              for role, m, time, count in zip(program.roles, read, times, counts, strict=True)]
     r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.cp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
@@ -97,11 +99,24 @@ def _memory(run: Run, profile: Profile, m: reading.MemoryReading) -> MemoryRepor
                         capacity, _verdict(allocated + workspaces + other, device, capacity), capacity - device)
 
 
+def _with_host(run: Run, role: RankProgram, device: MemoryReport) -> MemoryReport:
+    """With what the rank keeps in host memory, whose node holds as much for each rank of the job in it."""
+    if run.plan.offload == "none":
+        return device
+    read = reading.host_memory_of(role)
+    held, capacity = read.peak.total_bytes + role.host_slack_bytes, run.cluster.host_memory_bytes
+    node = held * run.cluster.gpus_in_node
+    verdict: Verdict = _verdict(node, node, capacity) if capacity else "unknown"
+    host = HostMemory(read.peak, read.states, held, node, capacity or None, verdict)
+    worse = verdict == "does not fit" or verdict == "risky" and device.verdict == "fits"
+    return replace(device, host=host, verdict=verdict if worse else device.verdict)
+
+
 def _nccl_bytes(run: Run, profile: Profile) -> int:
     """Channel buffers of every communicator: the first by where it reaches, the others by the profile's next; an all-to-all's, by its peers in the node."""
     p = run.plan
     data = (p.state_shards, p.dp_replicate) if p.zero else (p.dp * p.cp,)
-    sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.ep > 1 else 1) if n > 1]
+    sizes = [n for n in (*data, p.cp, p.tp, p.pp, p.ep, p.expert_replicas if p.experts_apart else 1, p.expert_tp if p.expert_tp != p.tp else 1) if n > 1]
     if not sizes:
         return 0
     node, sharing = run.cluster.gpus_in_node, p.cp if p.cp_kind == "ulysses" else 1
@@ -156,8 +171,9 @@ def _alone(run: Run, constants: Profile, scan: Scan) -> Scan:
 def single_gpu(run: Run) -> Run:
     """The same run on one GPU, none slower: every degree 1, nothing sharded, the same micro-batch and accumulation."""
     cluster = run.cluster.model_copy(update={"gpus": 1, "levels": (), "slow_rank": 1.0})
-    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "sequence_parallel": False, "loss_parallel": False,
-                                         "single_process": False, "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1})
+    plan = run.plan.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "zero": 0, "tp": 1, "etp": 0, "sequence_parallel": False, "loss_parallel": False,
+                                         "single_process": False, "pp": 1, "virtual_stages": 1, "stage_layers": (), "schedule": "1f1b", "cp": 1, "ep": 1,
+                                         "offload": "none", "activation_offload": False})
     recipe = run.recipe.model_copy(update={"global_batch": run.recipe.micro_batch * run.recipe.grad_accum})
     return run.model_copy(update={"cluster": cluster, "plan": plan, "recipe": recipe})
 
@@ -166,7 +182,8 @@ def single_gpu(run: Run) -> Run:
 
 BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
                "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host, issuing work",
-               "contention": "contention of communication with compute", "slow rank": "one slow rank, for which the others wait"}
+               "contention": "contention of communication with compute", "cpu": "the CPU, which adds gradients up in host memory",
+               "exposed h2d": "copies from host memory", "exposed d2h": "copies to host memory", "slow rank": "one slow rank, for which the others wait"}
 
 
 def _bound_by(time: TimeReport | None) -> str:
@@ -184,6 +201,9 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
     notes += [f"Profile {profile.name}: {words}." for words in other_devices(profile.machines, [run.cluster.accelerator.name])]
+    threads = profile.get("host.optimizer.threads", 0.0)
+    if p.offload != "none" and threads and run.cluster.gpus_in_node > 1:
+        notes.append(f"The CPU updates with {threads:g} thread{'' if threads == 1 else 's'} a rank: OMP_NUM_THREADS, host.optimizer.threads.")
     if p.pp > 1 and p.schedule in SPLIT:
         notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
                      "the next step.")
@@ -216,7 +236,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
     m, p, r, c = run.model, run.plan, run.recipe, run.plan.checkpointing
     plain = {name: field.default for name, field in Plan.model_fields.items()}
     alone = [name for name, degree in (("schedule", p.pp), ("tp_overlap", p.tp), ("cp_kind", p.cp), ("cp_balance", p.cp), ("ep_overlap", p.ep),
-                                       ("ep_dispatcher", p.ep * p.tp)) if degree == 1]
+                                       ("ep_dispatcher", p.ep * p.expert_tp)) if degree == 1]
     fields = [f"plan.{name}" for name in (*alone, *OPTIONAL) if getattr(p, name) != plain[name] and name not in strategy.reads]
     chunks = min(Recipe.model_fields["loss_chunks"].default, r.micro_batch * r.seq_len)
     return fields + [field for field, unread in (

@@ -22,6 +22,23 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What one rank keeps in host memory, and the node whose memory its ranks share."""
+
+    allocated: Peak
+    """Tensors at the highest moment."""
+    states: dict[str, int]
+    """Bytes that persist between steady steps, by category."""
+    held_bytes: int | None = None
+    """With what page-locked blocks hold beyond their tensors: PyTorch rounds each up to a power of two."""
+    node_bytes: int | None = None
+    """All ranks of the job in one node."""
+    capacity_bytes: int | None = None
+    """Memory of that node."""
+    verdict: Verdict = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """Memory of one rank role. Allocated, reserved and device total are three different figures."""
 
@@ -43,7 +60,10 @@ class MemoryReport:
     """Parts of device_bytes outside the allocator: context, nccl."""
     capacity_bytes: int | None = None
     verdict: Verdict = "unknown"
+    """Of the device, or of its host where that is worse."""
     headroom_bytes: int | None = None
+    host: HostMemory | None = None
+    """None: nothing of the state lives in host memory."""
 
 
 @dataclass(frozen=True, slots=True)

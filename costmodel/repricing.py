@@ -10,6 +10,7 @@ from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build
 from costmodel.program.host import CONTEXT, DTENSOR, FSDP_HOOK
+from costmodel.program.ir import COPIES
 from costmodel.program.layers import resolved_attention
 from costmodel.program.replicas import build_replicas
 from costmodel.program.stages import build_pipeline
@@ -85,6 +86,9 @@ def time_log_sd(run: Run, program: Program, profile: Profile, time: TimeReport) 
         network = math.hypot(max((sd(key) for key in links), default=0.0), slower)
         spreads.append((-moved(links, network, -1.0), network))
         kernels -= spreads[-1][0]
+    if run.plan.offload != "none":
+        spreads.append((sum(share.get(f"exposed {axis}", 0.0) for axis in COPIES), sd("copy.share")))
+        kernels -= spreads[-1][0]
     spreads += _kernels(run, profile, share, kernels)
     return math.sqrt(sum((sensitivity * spread) ** 2 for sensitivity, spread in spreads))
 
@@ -110,11 +114,12 @@ def _kernels(run: Run, profile: Profile, share: Mapping[str, float], whole: floa
     kernel = resolved_attention(run)
     rate = f"attention.{kernel if f'attention.{kernel}.share' in profile.constants else 'sdpa'}.share"
     keys = {"matmul": (f"matmul.{run.recipe.precision.compute}.peak_share",), "attention": (rate, "attention.backward"), "memory-bound": ("bandwidth.share",),
-            "optimizer": ("bandwidth.share",)}
+            "optimizer": ("bandwidth.share",) if run.plan.offload == "none" else ("host.memory_share", "host.memory_bytes_per_s")}
     times = {name: share.get(name, 0.0) for name in keys}
     again = share.get("recompute", 0.0) / max(1e-9, sum(times.values()) - times["optimizer"])
     times = {name: seconds * (1.0 if name == "optimizer" else 1.0 + again) for name, seconds in times.items()}
-    times["memory-bound"] += times.pop("optimizer")
+    if run.plan.offload == "none":
+        times["memory-bound"] += times.pop("optimizer")
     busy = sum(times.values())
     scale = max(0.0, whole) / busy if busy else 0.0
     return [(seconds * scale, math.hypot(*(profile.constants[key].log_sd for key in keys[name] if key in profile.constants)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from costmodel.program.ir import Block, Comm, Op, Part
+from costmodel.program.ir import COPIES, Block, Comm, Op, Part
 
 COMPUTE_KINDS = ("matmul", "attention", "memory")
 SETTLED = 1e-9
@@ -44,6 +44,8 @@ class Prices(Protocol):
     def work_s(self, cause: str, phase: str) -> float: ...
 
     def route_s(self, experts: int) -> float: ...
+
+    def cpu_s(self, op: Op) -> float: ...
 
 
 @dataclass(slots=True)
@@ -137,6 +139,12 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
                 before += stalled
                 steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
                 continue
+            if kind == "cpu":
+                worked = host_s(op, prices, phase)
+                busy[kind] = busy.get(kind, 0.0) + worked
+                before += worked
+                steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, worked, worked, worked, "", "", 0.0)]
+                continue
             if op.comm is not None:
                 sent.append(op.comm)
             other = _other_stream(op, launch, prices)
@@ -159,7 +167,9 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
 
 
 def host_s(op: Op, prices: Prices, phase: str) -> float:
-    """Seconds of work of the host alone: of an op of kind host or route."""
+    """Seconds of work of the host alone: of an op of kind host, cpu or route."""
+    if op.kind == "cpu":
+        return prices.cpu_s(op)
     if op.kind == "route":
         return prices.route_s(op.kernels)
     return prices.work_s(op.axis, phase) * op.kernels
@@ -171,8 +181,10 @@ def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
     if kind == "collective":
         assert op.comm is not None
         return ISSUE if op.event else BLOCKING, prices.collective_host_s, prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, detached
-    if kind in ("side", "copy"):
-        return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis or "copy", op.event, detached
+    if kind == "side":
+        return SIDE, launch * op.kernels, prices.device_s(op), 0.0, op.axis, op.event, detached
+    if kind == "copy":
+        return ISSUE, launch * op.kernels, prices.device_s(op), 0.0, op.axis, op.event, detached
     return CONTROL[kind], launch * op.kernels, 0.0, 0.0, op.axis, op.event, 0.0
 
 
@@ -244,7 +256,7 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
                 after = free
             if kappa and device:
                 for name, end in streams.items():
-                    if end > compute:
+                    if end > compute and name not in COPIES:
                         begin_busy = busy.get(name, end)
                         overlap = (end if end < after else after) - (begin_busy if begin_busy > compute else compute)
                         if overlap > 0.0:
@@ -308,7 +320,7 @@ def run_block(c: Clocks, block: Compiled, kappa: float) -> None:
             if event:
                 events[event] = (start + device, axis, 0.0)
         elif code == SYNC:
-            host = max(host + launch, compute)
+            host = max(host + launch, events.get(event, NEVER)[0] if event else compute)
     c.compute, c.host = compute, host
     phase = block.phase
     c.phases[phase] = c.phases.get(phase, 0.0) + compute - begin
@@ -509,7 +521,8 @@ class Advance(NamedTuple):
         for name in self.streams:
             if not -near <= c.streams[name] - then.streams[name] - later <= near:
                 return False
-            if (c.busy_from[name] > c.compute or then.busy_from[name] > then.compute) and not -near <= c.busy_from[name] - then.busy_from[name] - later <= near:
+            busy, before = c.busy_from.get(name, 0.0), then.busy_from.get(name, 0.0)  # a stream that was only held has never been busy
+            if (busy > c.compute or before > then.compute) and not -near <= busy - before - later <= near:
                 return False
         for name in self.events:
             if not -near <= c.events[name][0] - then.events[name][0] - later <= near:

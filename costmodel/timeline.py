@@ -224,7 +224,7 @@ def _block_slices(clocks: Clocks, block: Block, scan: Scan) -> Iterator[Slice]:
         elif code in (ISSUE, BLOCKING, SIDE):
             end = clocks.streams[axis]
             if device:
-                yield Slice(axis, end - device, end, ops[0].name, block.phase, "side" if code == SIDE else "collective", ops[0])
+                yield Slice(axis, end - device, end, ops[0].name, block.phase, "side" if ops[0].comm is None else "collective", ops[0])
         if code in (WAIT, BLOCKING) and clocks.compute > compute:
             at = compute
             for by in ("host", *[a for a in clocks.waits if a != "host"]):
@@ -247,7 +247,7 @@ def _groups(block: Block) -> list[list[Op]]:
                 chunk.append(op)
         else:
             out += [chunk] if chunk else []
-            out += [[op], [op]] if op.kind == "route" else [[op]]  # the host waits for compute, then compute for the host
+            out += [[op], [op]] if op.kind in ("route", "cpu") else [[op]]  # the host waits for compute, then compute for the host
             chunk = []
     return out + ([chunk] if chunk else [])
 

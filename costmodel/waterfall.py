@@ -10,7 +10,8 @@ from typing import Any
 
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.compute import matmul_rates
-from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, REPLICA_AXIS
+from costmodel.cost.prices import AXIS_ORDER, EMBEDDING_AXIS, EXPERT_AXIS, EXPERT_TENSOR_AXIS, REPLICA_AXIS
+from costmodel.program.ir import COPIES
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.schedule import bubble
 from costmodel.report import RoleReport, StepReport, TimeReport
@@ -25,6 +26,7 @@ MEANINGS = {
     "attention kernel": "attention kernels below the peak",
     "attention counted": "attention FLOPs that run, less those counted: MFU counts the causal half that kernels skip",
     "memory-bound": "norms, activations, residuals, casts, loss: bytes, not FLOPs",
+    "cpu": "the CPU adds gradients up in host memory, and the GPU waits",
     "host wait": "the GPU waits for the host to launch",
     "recompute": "activations computed again in backward",
     "contention": "kernels slowed by communication that they hide",
@@ -110,6 +112,8 @@ def waterfall(run: Run, report: StepReport, profile: Profile | str | None = None
 def meaning(name: str) -> str:
     """A bar in words."""
     axis = name.removeprefix("exposed ")
+    if axis in COPIES:
+        return f"compute waits for copies {'from' if axis == COPIES[0] else 'to'} host memory"
     return MEANINGS[name] if axis == name else f"compute waits for communication over {axis}"
 
 
@@ -135,9 +139,9 @@ def seconds_by_cause(run: Run, report: StepReport, profile: Profile | str | None
     out = {IDEAL: ideal, "matmul rate": matmul / sustained - matmul / peak, "matmul shapes": mean.pop("matmul", 0.0) - matmul / sustained,
            "rows of experts": padded / peak, "attention kernel": mean.pop("attention", 0.0) - attention / peak,
            "attention counted": (matmul - padded + attention) / peak - ideal}
-    exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EXPERT_AXIS, REPLICA_AXIS, EMBEDDING_AXIS)]
+    exposed = [f"exposed {axis}" for axis in (*AXIS_ORDER, EXPERT_AXIS, REPLICA_AXIS, EXPERT_TENSOR_AXIS, EMBEDDING_AXIS, *COPIES)]
     mean |= {"bubble": scheduled, "uneven ranks": idle - scheduled + step - _over_ranks(timed, [t.step_s for _, t in timed])}
-    names = ["memory-bound", "host wait", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "slow rank", "fixed"]
+    names = ["memory-bound", "host wait", "cpu", "recompute", *exposed, "contention", "bubble", "uneven ranks", "optimizer", "stragglers", "slow rank", "fixed"]
     out |= {name: mean.get(name, 0.0) for name in names}
     assert set(mean) <= set(names), f"parts of the step without a bar: {set(mean) - set(names)}"
     negligible = 1e-12 * step

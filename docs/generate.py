@@ -52,7 +52,7 @@ MEANINGS = {
     "Plan.sequence_parallel": "Activations outside the tp regions split by sequence over tp.", "Plan.tp_overlap": "How tp's communication overlaps.",
     "Plan.pp": "Pipeline stages.", "Plan.schedule": "Order of micro-batches on each stage.",
     "Plan.virtual_stages": "Model chunks per pipeline rank.", "Plan.cp": "Context-parallel degree.",
-    "Plan.ep": "Expert-parallel degree; divides dp_shard x cp.", "Plan.ep_overlap": "Expert all-to-alls overlap compute.",
+    "Plan.ep": "Expert-parallel degree; divides dp_shard x cp, or with etp dp x cp x tp / etp.", "Plan.ep_overlap": "Expert all-to-alls overlap compute.",
     "Plan.checkpointing": "Activation checkpointing; a word (`full:4`) or the table below.",
     "Plan.activation_offload": "Saved activations live in host memory.",
     "Plan.gradient_as_bucket_view": "DDP's gradients are views of its buckets.",
@@ -71,7 +71,7 @@ MEANINGS = {
     "OptimizerSpec.momentum": "Momentum of SGD and Muon.",
     "Peak.total_bytes": "Bytes at that moment.", "Peak.moment": "When it is, in words.", "Peak.by_category": "Its split; sums to total_bytes.",
     "MemoryReport.capacity_bytes": "What the device offers to programs.",
-    "MemoryReport.verdict": "`fits`, `risky`, `does not fit` or `unknown`.",
+    "HostMemory.verdict": "`fits`, `risky`, `does not fit`, or `unknown` where the node's memory is.",
     "MemoryReport.headroom_bytes": "Capacity less need; negative where it does not fit.",
     "Collective.phase": "Part of the step.", "Collective.axis": "Axis of the mesh.",
     "Collective.kind": "all-reduce, all-gather, reduce-scatter, …", "Collective.group": "Ranks that take part.",
@@ -128,11 +128,11 @@ def types() -> dict[str, type]:
     """The described types by name."""
     from costmodel import comparison, explain, records, report, spec, waterfall
     found: list[type] = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
-             spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.Peak, report.TimeReport, report.Collective,
-             report.Scaling, report.Training, waterfall.Waterfall, waterfall.Bar, comparison.Comparison, comparison.Entry, comparison.Memory,
-             comparison.Difference, comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term,
-             explain.LayerSplit, explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight,
-             records.Record, records.Outcome, records.Environment]
+             spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.HostMemory, report.Peak,
+             report.TimeReport, report.Collective, report.Scaling, report.Training, waterfall.Waterfall, waterfall.Bar,
+             comparison.Comparison, comparison.Entry, comparison.Memory, comparison.Difference, comparison.BarDifference,
+             explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term, explain.LayerSplit, explain.WeightCut,
+             explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight, records.Record, records.Outcome, records.Environment]
     return {kind.__name__: kind for kind in found}
 
 

@@ -34,6 +34,8 @@ ORACLES = {
     "dry run": Oracle("the dry run, byte by byte and collective by collective", "benchmarks/bytes.py"),
     "papers' bytes": Oracle("bytes a parameter of the papers and of other tools", "tests/physics/test_state_bytes.py"),
     "papers' layers": Oracle("activations, messages and bubbles of arXiv 1909.08053, 2205.05198 and 2104.04473", "tests/physics/test_tensor_and_pipeline.py"),
+    "Megatron's groups": Oracle("ranks, shards, rows and messages counted by hand from Megatron-LM's second rank order",
+                                "tests/physics/test_experts_beside_tp.py"),
     "papers' experts": Oracle("shards, messages and routed copies of arXiv 2006.16668 and 2401.04088, counted by hand", "tests/physics/test_experts.py"),
     "published runs": Oracle("memory and time of published runs", "docs/accuracy.md"),
     "torch's code": Oracle("counts by hand of what torch.nn.DataParallel's code does, and a published comparison with DDP",
@@ -111,8 +113,12 @@ ROWS = (
     Row("cp", "plain PyTorch, Ulysses", {"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses"}, gpus=2),
     Row("cp", "plain PyTorch, ring, with FSDP", {"strategy": "fsdp", "cp": 2}, dry=(), alone=()),
     Row("cp", "Megatron, ring and Ulysses", {**MEGATRON, "zero": 1, "cp": 2}, ("published runs",)),
-    Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), alone=(), model=MIXTURE),
+    Row("ep", "PyTorch, with FSDP", {"strategy": "fsdp", "ep": 4}, ("dry run", "papers' experts"), dry=(), model=MIXTURE),
+    Row("ep", "PyTorch, with FSDP and cp", {"strategy": "fsdp", "cp": 2, "ep": 4}, dry=(), alone=(), model=MIXTURE),
+    Row("ep", "PyTorch, with FSDP and pp", {"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False}, dry=(), model=MIXTURE, recipe=PIPED),
     Row("ep", "Megatron", {**MEGATRON, "zero": 1, "ep": 4}, ("papers' experts", "published runs"), model=MIXTURE),
+    Row("ep", "Megatron, experts not cut by tp", {**MEGATRON, "zero": 1, "tp": 2, "sequence_parallel": True, "etp": 1, "ep": 8},
+        ("Megatron's groups", "published runs"), model=MIXTURE),
     Row("muon-distributed", "nanochat", {"strategy": "muon-distributed"}),
 )
 
@@ -144,7 +150,10 @@ PARTS = (
     Part("loss: bf16", {"loss": "bf16"}), Part("loss: chunked", {"loss": "chunked"}), Part("loss: fused", {"loss": "fused"}),
     Part("loss: in place", {"loss": "inplace"}),
     Part("torch.compile", {"compile": True}), Part("CUDA graphs", {"cuda_graphs": True}), Part("dropout", {"dropout": 0.1}),
-    Part("offload of optimizer states", {}, {"offload": "optimizer"}),
+    Part("offload to host memory: FSDP2", {}, {"strategy": "fsdp", "offload": "params"}),
+    Part("offload to host memory: DeepSpeed, optimizer", {}, {"strategy": "zero2", "framework": "deepspeed", "offload": "optimizer"}),
+    Part("offload to host memory: DeepSpeed, parameters", {}, {"strategy": "zero3", "framework": "deepspeed", "offload": "params"}),
+    Part("offload of activations", {}, {"activation_offload": True}),
     Part("mixture of experts", model="mixtral-8x7b"), Part("dense layers before a mixture of experts", model={
         **MIXTURE, "moe": {**MIXTURE["moe"], "first_dense_layers": 1}}), Part("latent attention", model={**LLAMA, "kv_heads": LLAMA["heads"], "mla": {
         "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}),

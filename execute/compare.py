@@ -111,6 +111,10 @@ def compare(predicted: StepReport, observed: StepReport) -> Comparison:
         rows += [Row(f"at the peak: {c}", a.allocated.by_category.get(c, 0), b.allocated.by_category.get(c, 0), None)
                  for c in CATEGORIES if a.allocated.by_category.get(c) or b.allocated.by_category.get(c)]
     rows += [Row(f"peak of {phase}", a.phases[phase].total_bytes, b.phases[phase].total_bytes, None) for phase in a.phases if phase in b.phases]
+    if a.host is not None and b.host is not None:
+        rows += [Row(f"on the host: {c}", a.host.states.get(c, 0), b.host.states.get(c, 0), 0.0 if c in EXACT else None)
+                 for c in CATEGORIES if a.host.states.get(c) or b.host.states.get(c)]
+        rows.append(Row("peak on the host", a.host.allocated.total_bytes, b.host.allocated.total_bytes, TOLERANCE))
     if a.reserved_bytes is not None and b.reserved_bytes is not None:
         rows.append(Row("reserved", a.reserved_bytes, b.reserved_bytes, None))
     sent, saw = (collective_counts(r.collectives or ()) if seen.collectives is not None else Counter() for r in (role, seen))

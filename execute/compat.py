@@ -26,7 +26,7 @@ __all__ = ["DTensor", "FSDPParamGroup", "FakeTensor", "FakeTensorMode", "Partial
            "allocator_settings", "around_ddp_forward", "assume_static", "bucket_assignment", "clear_cublas_workspaces", "ddp_bucket_caps",
            "engine_would_add_in_place", "exchange", "fake_world", "finished_work", "fsdp_groups", "group_by_name", "inner_tensors",
            "materialise", "reduce_scatter", "registered_name", "storage_key", "unsharded_gradients", "unwatched", "waits_for_fake",
-           "watch_fsdp", "watch_resize", "watch_sharding_propagation", "world_of"]
+           "watch_fsdp", "watch_resize", "watch_sharding_propagation", "watch_transfers", "world_of"]
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
@@ -88,6 +88,28 @@ def clear_cublas_workspaces() -> None:
 def unwatched() -> AbstractContextManager[Any]:
     """What happens inside is no operation of the program: no dispatch mode sees it."""
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def watch_transfers(around: Callable[[Tensor], AbstractContextManager[Any]]) -> Iterator[None]:
+    """FSDP2's copies between a device and its host (`Tensor.to(device, non_blocking=...)`), made where both are the CPU, and PyTorch would make none.
+
+    A patch, not a torch function mode: the engine runs FSDP2's backward hooks without those.
+    """
+    plain = torch.Tensor.to
+
+    @functools.wraps(plain)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "non_blocking" in kwargs and len(args) == 1 and isinstance(args[0], torch.device):
+            with around(self):
+                return self.clone()
+        return plain(self, *args, **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.to
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

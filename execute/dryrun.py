@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from costmodel.report import MemoryReport, Peak, RoleReport, StepReport
+from costmodel.report import HostMemory, MemoryReport, Peak, RoleReport, StepReport
 from costmodel.spec import Run
 from execute import compat
 from execute.assemble import give_storage, outline, prepare
@@ -37,6 +37,8 @@ class Observation(NamedTuple):
     collectives: CollectiveRecorder
     states: dict[str, int]
     """Bytes alive after the last step, by category."""
+    host: HostMemory | None = None
+    """What is offloaded."""
 
 
 def dry_run(run: Run, rank: int = 0) -> StepReport:
@@ -63,9 +65,10 @@ def observe_real(run: Run, device: str = "cpu") -> Observation:
 def _perform(run: Run, steps: tuple[str, ...], *, dry: bool, device: str = "cpu") -> Observation:
     recorder = CollectiveRecorder()
     tracker = StorageTracker([recorder])
+    offloads = run.plan.offload != "none"
     with steady_gc():
         model = outline(run, torch.device(device).type, real=not dry, around=tracker.recompute)
-        with compat.FakeTensorMode() if dry else nullcontext(), tracker:
+        with compat.FakeTensorMode() if dry else nullcontext(), tracker, tracker.offload() if offloads else nullcontext():
             give_storage(model, device)
             if not dry:
                 with tracker.pause():
@@ -77,15 +80,15 @@ def _perform(run: Run, steps: tuple[str, ...], *, dry: bool, device: str = "cpu"
             recorder.name_axes(prepared.axes)
             batch = partial(pipeline_batch, run, model.ends, device) if isinstance(model, Stages) else partial(random_batch, run, device)
             as_cuda = run.cluster.accelerator.kernel_table == "cuda" if dry else device != "cpu"
-            marks = Marks(tracker, prepared, cuda=as_cuda)
+            marks = Marks(tracker, prepared, cuda=as_cuda and not offloads)
             for step in steps:
                 tracker.step = step
                 train_step(run, prepared, batch, marks)
                 marks.step_ended()
-            states = tracker.alive()
+            states, host = tracker.alive(), tracker.host(STEPS[1])
             del prepared, marks
         del model
-    return Observation(run, tracker, recorder, states)
+    return Observation(run, tracker, recorder, states, host)
 
 
 def _region(tracker: StorageTracker, model: nn.Module, name: str) -> AbstractContextManager[None]:
@@ -138,7 +141,7 @@ def report(seen: Observation, rank: int) -> StepReport:
     memory = MemoryReport(allocated=steady, phases={k: v for k, v in phases.items() if v is not None}, states=seen.states,
                           activations_bytes=tracker.highest(STEPS[1], "activations"),
                           workspace_bytes=tracker.highest(STEPS[1], LIBRARY) or None,
-                          capacity_bytes=run.cluster.accelerator.memory_bytes)
+                          capacity_bytes=run.cluster.accelerator.memory_bytes, host=seen.host)
     role = RoleReport(role=f"rank {rank}", ranks=run.plan.world_size // run.plan.pp, example_rank=rank, memory=memory, time=None,
                       collectives=seen.collectives.summary(STEPS[1]))
     return StepReport(provenance="dryrun", roles=(role,), world_size=run.plan.world_size, tokens_per_step=run.tokens_per_step,

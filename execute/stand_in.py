@@ -6,7 +6,7 @@ it can predict). A reduction leaves what this rank gave. Made-up values are copi
 device's memory, as NCCL writes what it receives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,12 +136,17 @@ class StandIn(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_to_all_single(self, theirs: Tensor, mine: Tensor, *splits: Any, **more: Any) -> Any:
-        """Equal parts."""
-        rows, own = theirs.view(self._size, -1), mine.view(self._size, -1)[self._rank]
-        for part in (rows[:self._rank], rows[self._rank + 1:]):
-            self.others.fill(part)
-        rows[self._rank].copy_(own)
+    def all_to_all_single(self, theirs: Tensor, mine: Tensor, receive: Sequence[int] = (), send: Sequence[int] = (), *options: Any, **more: Any) -> Any:
+        """Equal parts, or rows as the splits say. Whole numbers are counts of what will be exchanged: the others send as much as they get."""
+        if not theirs.is_floating_point():
+            theirs.copy_(mine)
+            return self.nothing()
+        parts, own = (list(t.split(list(sizes)) if sizes else t.view(self._size, -1)) for t, sizes in ((theirs, receive), (mine, send)))
+        for rank, part in enumerate(parts):
+            if rank == self._rank:
+                part.copy_(own[rank])
+            else:
+                self.others.fill(part)
         return self.nothing()
 
     alltoall_base = all_to_all_single

@@ -33,6 +33,8 @@ def _fake(run: Run) -> Iterator[PlanError]:
 def _real(run: Run) -> Iterator[PlanError]:
     """What real tensors would compute otherwise than the run says."""
     p, r = run.plan, run.recipe
+    if p.offload != "none":
+        yield PlanError("plan.offload", p.offload, "execute performs offload on fake tensors alone.", "Use execute dryrun, or offload = none.")
     if r.precision.compute == "fp8":
         yield PlanError("recipe.precision", r.precision.name, "execute performs fp8 on fake tensors alone.", "Use bf16-mixed.")
     if r.attention in ("fa1", "fa3"):
@@ -58,8 +60,7 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     yield from _experts(run)
     if p.single_process:
         yield PlanError("plan.single_process", True, "DataParallel runs on GPUs of one process alone, and execute has a process per device.", "Use ddp.")
-    if p.offload != "none" or p.activation_offload:
-        yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
+    yield from _offload(run)
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
         yield PlanError("plan.checkpointing", p.checkpointing.ops, "selective checkpointing knows attention and op.", "Use selective.")
     if m.mla is not None:
@@ -102,6 +103,18 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _offload(run: Run) -> Iterator[PlanError]:
+    """State in host memory: FSDP2's CPUOffloadPolicy, all of it together."""
+    p = run.plan
+    if p.activation_offload:
+        yield PlanError("plan.activation_offload", True, "execute does not offload activations.", "Use activation_offload = false.")
+    if p.offload != "none" and ((p.framework, p.zero, p.offload) != ("pytorch", 3, "params") or p.ep * p.pp > 1):
+        yield PlanError("plan.offload", p.offload, "execute offloads under FSDP2 alone (CPUOffloadPolicy: parameters, gradients and optimizer states), "
+                        "without ep and pp.", "Use offload = none, or the strategy fsdp with offload = params.")
+    if p.offload != "none" and run.cluster.accelerator.kernel_table == "cpu":
+        yield PlanError("plan.offload", p.offload, "on a CPU device and host share one memory: there is nowhere to offload to.", "Use offload = none.")
 
 
 def _latent(run: Run) -> Iterator[PlanError]:
@@ -210,9 +223,9 @@ def _alone(run: Run) -> Iterator[PlanError]:
     if run.plan.framework == "deepspeed":
         yield PlanError("plan.framework", "deepspeed", "DeepSpeed's ranks check one another: it is not performed alone.",
                         "Use execute run, or framework = pytorch.")
-    if run.plan.ep > 1:
-        yield PlanError("plan.ep", run.plan.ep, "one rank alone does not know how many rows the others would send to its experts.",
-                        "Use ep = 1, or execute run.")
+    if run.plan.ep > 1 and run.recipe.moe_imbalance > 1:
+        yield PlanError("recipe.moe_imbalance", run.recipe.moe_imbalance, "one rank alone gets as many rows for its experts as it sends.",
+                        "Use moe_imbalance = 1, or execute run.")
 
 
 def _tensor(run: Run) -> Iterator[PlanError]:
@@ -285,14 +298,12 @@ def _experts(run: Run) -> Iterator[PlanError]:
                         "Use a bf16 precision, or aux_loss_coefficient = 0.")
     if p.tp > 1:
         yield PlanError("plan.tp", p.tp, "execute does not spread a mixture of experts by tensor parallelism.", "Use tp = 1.")
-    if p.cp > 1:
-        yield PlanError("plan.cp", p.cp, "execute does not share sequences with a mixture of experts.", "Use cp = 1.")
     if p.ep == 1:
         return
     if p.zero != 3:
         yield PlanError("plan.ep", p.ep, "execute spreads experts under FSDP or HSDP only.", "Use zero = 3, or ep = 1.")
-    if p.pp > 1:
-        yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline.", "Use pp = 1, or ep = 1.")
+    if p.pp > 1 and m.moe.first_dense_layers:
+        yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline of which some layers are dense.", "Use pp = 1, or ep = 1.")
     if p.ep_dispatcher != "alltoall":
         yield PlanError("plan.ep_dispatcher", p.ep_dispatcher, "execute exchanges rows, not tokens.", "Use ep_dispatcher = alltoall.")
     if p.ep_overlap:

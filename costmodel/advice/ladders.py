@@ -8,6 +8,8 @@ from costmodel.spec import Run
 
 DEGREES = ("tp", "cp", "pp")
 """Ladders that spread the model."""
+OFFLOAD = "offload"
+"""The ladder that is proposed where nothing else is enough: it costs most."""
 SHORTEST_PART = 8192
 """Tokens of a sequence that a rank of a cp group has at least in what is proposed."""
 MOST_SEQUENCES = 1 << 16
@@ -28,7 +30,7 @@ class Change(NamedTuple):
 
 def savings(run: Run) -> Iterator[Change]:
     """Changes that may save memory, the mildest of each ladder first."""
-    for make in (_sharding, _checkpointing, _smaller_batch, _kernels, _losses, _numbers, _tensor_parallel, _shared_sequences, _pipelines):
+    for make in (_sharding, _checkpointing, _smaller_batch, _kernels, _losses, _numbers, _tensor_parallel, _shared_sequences, _pipelines, _offload):
         yield from make(run)
 
 
@@ -137,6 +139,17 @@ def _pipelines(run: Run) -> Iterator[Change]:
         pp *= 2
     if p.pp > 1 and p.schedule in ("gpipe", "interleaved"):
         yield Change("schedule", "the 1F1B schedule: fewer micro-batches in flight", {"plan.schedule": "1f1b"})
+
+
+def _offload(run: Run) -> Iterator[Change]:
+    """State in host memory, as the dialect can: DeepSpeed's optimizer, or parameters too; under FSDP2 all of it."""
+    p = run.plan
+    if p.offload == "none" and p.framework == "deepspeed" and p.zero:
+        yield Change(OFFLOAD, "offload the optimizer to host memory", {"plan.offload": "optimizer"})
+    if p.offload != "params" and (p.framework == "pytorch" or p.framework == "deepspeed" and p.zero == 3):
+        what = "parameters and optimizer" if p.framework == "deepspeed" else "parameters, gradients and optimizer"
+        stage = {} if p.zero == 3 else {"plan.zero": 3, **({"plan.single_process": False} if p.single_process else {})}
+        yield Change(OFFLOAD, f"offload {what} to host memory" + (" (FSDP2)" if stage else ""), {"plan.offload": "params", **stage})
 
 
 # -- a run that fits ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from costmodel.advice.ladders import DEGREES, Change, savings, speedups
+from costmodel.advice.ladders import DEGREES, OFFLOAD, Change, savings, speedups
 from costmodel.catalog.profiles import Profile
 from costmodel.changes import Keep
 from costmodel.report import StepReport
@@ -120,7 +120,7 @@ def _fitting(trials: Trials, before: StepReport) -> Advice:
     stopped = False
     try:
         _try_singles(trials, before, single)
-        here = bool(single.enough)
+        here = any("plan.offload" not in s.changes for s in single.enough)
         more = _more_gpus(trials, before, {})
         if more is not None:
             single.enough.append(more)
@@ -147,7 +147,7 @@ def _try_singles(trials: Trials, before: StepReport, into: _Singles) -> None:
     enough, helps = into
     done: set[str] = set()
     for change in savings(trials.run):
-        if change.ladder in done:
+        if change.ladder in done or change.ladder == OFFLOAD and any(not s.remark for s in enough):
             continue
         s = _suggestion(trials, before, change.words, change.changes, change.remark)
         if s is None:
@@ -156,8 +156,14 @@ def _try_singles(trials: Trials, before: StepReport, into: _Singles) -> None:
             enough.append(s)
             done.add(change.ladder)
             helps.pop(change.ladder, None)
-        elif s.needs_after < s.needs_before * (1 - ENOUGH) and (change.ladder not in helps or s.needs_after < helps[change.ladder][1].needs_after):
+        elif s.needs_after < s.needs_before * (1 - ENOUGH) and not _overfills_host(s.report) and (
+                change.ladder not in helps or s.needs_after < helps[change.ladder][1].needs_after):
             helps[change.ladder] = change, s
+
+
+def _overfills_host(report: StepReport) -> bool:
+    """Whether what is offloaded does not fit in a node."""
+    return any(r.memory is not None and r.memory.host is not None and r.memory.host.verdict == "does not fit" for r in report.roles)
 
 
 def _more_gpus(trials: Trials, before: StepReport, picked: Picked) -> Suggestion | None:
@@ -185,14 +191,18 @@ def _more_gpus(trials: Trials, before: StepReport, picked: Picked) -> Suggestion
 
 def _together(trials: Trials, before: StepReport, single: _Singles, gpus_alone: bool) -> list[Suggestion]:
     """Changes that are enough together: the cheapest of pairs and of as many as it takes; and, where more GPUs alone are not enough, those of more GPUs."""
-    by_help = [change for change, _ in sorted(single.helps.values(), key=lambda cs: cs[1].needs_after)][:PAIRED]
+    by_help = [change for change, _ in sorted(single.helps.values(), key=lambda cs: cs[1].needs_after) if change.ladder != OFFLOAD][:PAIRED]
     sets: list[Picked] = [{a.ladder: a, b.ladder: b} for a, b in combinations(by_help, 2)]
-    plain = _greedy(trials, {}, lambda change: not change.remark and change.ladder not in DEGREES)
-    spread = _greedy(trials, plain, lambda change: not change.remark)
+    plain = _greedy(trials, {}, lambda change: not change.remark and change.ladder not in (*DEGREES, OFFLOAD))
+    spread = _greedy(trials, plain, lambda change: not change.remark and change.ladder != OFFLOAD)
     sets += [plain, spread]
     found = [s for s in (_milder(trials, before, picked) for picked in sets) if s is not None]
+    if not found and not any("plan.offload" in s.changes for s in single.enough):
+        offloaded = _milder(trials, before, _greedy(trials, plain, lambda change: not change.remark and change.ladder not in DEGREES))
+        found = [] if offloaded is None else [offloaded]
     if not found:
-        sets = [_greedy(trials, plain, lambda change: change.ladder not in DEGREES), _greedy(trials, spread, lambda change: True)]
+        sets = [_greedy(trials, plain, lambda change: change.ladder not in (*DEGREES, OFFLOAD)),
+                _greedy(trials, spread, lambda change: change.ladder != OFFLOAD)]
         found = [s for s in (_milder(trials, before, picked) for picked in sets) if s is not None]
     more = None if gpus_alone else _more_gpus(trials, before, plain)
     return sorted([*([min(found, key=_price)] if found else []), *([more] if more is not None else [])], key=_price)

@@ -159,7 +159,7 @@ def _merged(name: str | None, own_hardware: str, accelerator: str, architecture:
     for base in ("pytorch",) if framework == "pytorch" else ("pytorch", framework):
         merged |= _constants(f"software/{base}.toml")
     host = host if host != "generic" else str(meta.get("host", "generic"))
-    merged["host.multiplier"] = _host(host)
+    merged |= _host(host)
     label = hardware if hardware == accelerator else f"{accelerator} as {hardware}"
     return Profile(f"{label} / {framework} / {host}", bool(meta.get("guess", False)), merged)
 
@@ -192,11 +192,12 @@ def _links(generation: str, kinds: tuple[str, ...]) -> dict[str, Constant]:
     return merged
 
 
-def _host(kind: str) -> Constant:
+def _host(kind: str) -> dict[str, Constant]:
     hosts = _read("hosts.toml")
     if kind not in hosts:
         raise PlanError("cluster.host", kind, "no constants are known for this kind of host.", f"Use {' or '.join(sorted(hosts))}.")
-    return _constant(hosts[kind]["multiplier"], f"hosts.{kind}")
+    own = {"generic": hosts["generic"], kind: hosts[kind]}
+    return {f"host.{name}": _constant(table, f"hosts.{place}") for place, tables in own.items() for name, table in tables.items()}
 
 
 @cache
@@ -230,7 +231,7 @@ def constants_at(place: str) -> Mapping[str, Constant]:
     """The constants that the shipped file of a place gives; none where there is no such file."""
     room, _, name = place.partition(".")
     if room == "hosts":
-        return {"host.multiplier": _host(name)} if name in _read("hosts.toml") else {}
+        return _host(name) if name in _read("hosts.toml") else {}
     if place == "links.all":
         common = _read("links/all.toml")["all"]
         kinds = dict.fromkeys(p.stem.partition("_")[0] for p in sorted((DATA / "links").glob("*.toml")) if p.stem != "all")

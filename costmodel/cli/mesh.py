@@ -21,7 +21,7 @@ _RANK, _LIMIT = Flag("--rank", "rank", "whole", ""), Flag("--limit", "limit", "w
 def mesh(
     given: Given,
     axis: Annotated[str | None, typer.Option(metavar="WORD", show_default=False,
-                                             help="Only the groups of this axis: tp, cp, dp_shard, dp_replicate, pp, ep or edp.")] = None,
+                                             help="Only the groups of this axis: tp, cp, dp_shard, dp_replicate, pp, ep, edp or etp.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="R", show_default=False, help="Everything about one rank.")] = None,
     limit: Annotated[str | None, typer.Option(metavar="N", show_default=False, help=f"Rows of each list. Default: {DEFAULT_LIMIT}.")] = None,
     everything: Annotated[bool, typer.Option("--all", show_default=False, help="Every rank, group and member.")] = False,
@@ -64,7 +64,10 @@ def notes(run: "Run") -> list[str]:
     out = []
     if run.plan.single_process:
         out.append("DataParallel is one process: its GPUs are devices of rank 0, and there is no process group. The numbers here are device numbers.")
-    if run.plan.ep > 1:
+    if run.plan.expert_tp != run.plan.tp:
+        whole = "whole" if run.plan.expert_tp == 1 else f"cut over {run.plan.expert_tp} ranks"
+        out.append(f"Experts are {whole} (etp {run.plan.expert_tp}; tp is {run.plan.tp}): for them ranks are numbered etp, ep, edp, pp, innermost first.")
+    elif run.plan.ep > 1:
         out.append(f"Expert parallelism (ep {run.plan.ep}) adds no ranks: its groups, and those of ranks with the same experts (edp), divide the "
                    "data-parallel ones.")
     return out

@@ -66,6 +66,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--cp", "plan.cp", "whole", "Context-parallel degree: ranks that share one sequence."),
     Flag("--cp-kind", "plan.cp_kind", "word", "How the ranks of a sequence see the whole of it: ring, allgather or ulysses. Default: ring."),
     Flag("--ep", "plan.ep", "whole", "Expert-parallel degree; it divides dp-shard x cp."),
+    Flag("--etp", "plan.etp", "whole", "Ranks that cut each expert's matrices (Megatron); ep then divides dp x cp x tp / etp. Default: as --tp."),
     Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 (each second layer), "
          "selective (attention) or selective:op (keeps every other matmul). Default: none."),
     Flag("--seq-len", "recipe.seq_len", "whole", "Tokens in a sequence. Default: 4096."),

@@ -35,6 +35,7 @@ class ComputeCosts:
     """matmul: sustained FLOP/s by dtype, before the shape's own losses."""
     memory_bytes_per_s: float
     copy_bytes_per_s: float
+    pageable_bytes_per_s: float
     matmul_fixed_s: float
     memory_fixed_s: float
     attention_fixed_s: float
@@ -65,7 +66,7 @@ class ComputeCosts:
         if kind == "attention":
             return self.attention_s(op)
         if kind == "copy":
-            return self.copy_fixed_s + op.nbytes / self.copy_bytes_per_s
+            return self.copy_fixed_s * op.kernels + op.nbytes / (self.pageable_bytes_per_s if op.dims else self.copy_bytes_per_s)
         return 0.0
 
     def memory_s(self, op: Op) -> float:
@@ -146,11 +147,13 @@ class ComputeCosts:
 def compute_costs(accelerator: Accelerator, profile: Profile, recipe: Recipe) -> ComputeCosts:
     """The rates of one device under a recipe: data-sheet peaks times the profile's sustained shares."""
     rates = matmul_rates(accelerator, profile, recipe.precision)
-    copy_rate = accelerator.pcie_bytes_per_s or accelerator.memory_bytes_per_s
+    copy_rate = accelerator.host_link_bytes_per_s or accelerator.pcie_bytes_per_s or accelerator.memory_bytes_per_s
+    copy_share = profile.value("copy.share")
     return ComputeCosts(
         flops_per_s=rates,
         memory_bytes_per_s=accelerator.memory_bytes_per_s * profile.value("bandwidth.share"),
-        copy_bytes_per_s=copy_rate * profile.value("copy.share"),
+        copy_bytes_per_s=copy_rate * copy_share,
+        pageable_bytes_per_s=copy_rate * profile.get("copy.pageable_share", copy_share),
         matmul_fixed_s=profile.value("matmul.fixed_s"),
         memory_fixed_s=profile.value("bandwidth.fixed_s"),
         attention_fixed_s=profile.value("attention.fixed_s"),

@@ -9,8 +9,9 @@ from costmodel.spec import Run
 
 EMBEDDING_AXIS = "embedding"
 """First and last pipeline stage, which share a tied embedding."""
-EXPERT_AXIS, REPLICA_AXIS = "ep", "edp"
-"""Ranks over which the experts are spread, consecutive but for tp; ranks that have the same experts."""
+EXPERT_AXIS, REPLICA_AXIS, EXPERT_TENSOR_AXIS = "ep", "edp", "etp"
+"""Ranks over which the experts are spread; ranks that have the same experts; ranks that cut an expert's matrices, where they are not tp's. In rank
+order etp, ep, edp, pp, innermost first (NVIDIA/Megatron-LM core/parallel_state.py, expert_decoder_rank_generator)."""
 AXIS_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Rank order, innermost first: consecutive ranks differ in tp, then cp, then the data-parallel axes, then pp."""
 
@@ -32,9 +33,10 @@ def axis_groups(run: Run) -> dict[str, Group]:
         else:
             groups[axis] = group_of(run.cluster, sizes[axis], stride)
         stride *= sizes[axis]
-    if p.ep > 1:
-        groups[EXPERT_AXIS] = group_of(run.cluster, p.ep, p.tp)
-        groups[REPLICA_AXIS] = group_of(run.cluster, p.expert_replicas, p.tp * p.ep)
+    if p.experts_apart:
+        groups[EXPERT_AXIS] = group_of(run.cluster, p.ep, p.expert_tp)
+        groups[REPLICA_AXIS] = group_of(run.cluster, p.expert_replicas, p.expert_tp * p.ep)
+        groups[EXPERT_TENSOR_AXIS] = group_of(run.cluster, p.expert_tp, 1)
     if p.pp > 1:
         groups[EMBEDDING_AXIS] = group_of(run.cluster, 2, run.cluster.gpus // 2)
     return groups
@@ -94,6 +96,7 @@ class RunPrices:
         self.routing = scaled * profile.get("moe.layer_s", 0.0), scaled * profile.get("moe.local_expert_s", 0.0)
         """Host seconds of one pass of a layer's token dispatcher: for itself, and for each local expert; the constants are of both passes."""
         self.fixed = profile.value("step.fixed_s")
+        self.cpu_bytes_per_s = _cpu_rate(run, profile) if run.plan.offload != "none" else 0.0
         self.jitter = profile.value("jitter.per_doubling")
         self.memory_s = self.compute.memory_s
         """Seconds of a memory-bound op."""
@@ -120,6 +123,10 @@ class RunPrices:
         """Host seconds in which compute waits for one pass of a layer's token dispatcher."""
         return self.routing[0] + experts * self.routing[1]
 
+    def cpu_s(self, op: Op) -> float:
+        """Seconds in which a rank's CPU threads go through the bytes of an op in host memory."""
+        return op.nbytes / self.cpu_bytes_per_s
+
     def collective_s(self, comm: Comm) -> float:
         return self.seconds_of(comm.axis, comm.kind, priced_bytes(comm.kind, comm.nbytes, comm.out_bytes), comm.group)
 
@@ -134,8 +141,16 @@ class RunPrices:
         if seconds is None:
             group = self.groups[axis]
             factor = 1.0
-            if axis == "tp":
+            if axis in ("tp", EXPERT_TENSOR_AXIS):
                 factor = self.tp_factor if self.megatron or kind in ("all-gather", "reduce-scatter") else self.tp_exposed
             assert group.size == size, f"axis {axis} has {group.size} ranks, not {size}"
             seconds = self._comm[key] = factor * self.network.collective_s(kind, nbytes, group)
         return seconds
+
+
+def _cpu_rate(run: Run, profile: Profile) -> float:
+    """Bytes a second that a rank's update on the CPU goes through: its share of the node's memory, or what its threads can do."""
+    ranks = run.cluster.gpus_in_node
+    node = profile.value("host.memory_bytes_per_s") * profile.value("host.memory_share") / ranks
+    threads = profile.get("host.optimizer.threads", 0.0)
+    return min(node, threads * profile.value("host.thread_bytes_per_s")) if threads and ranks > 1 else node

@@ -47,6 +47,8 @@ class Explanation:
     layer: LayerSplit | None
     """Under tensor parallelism."""
     pipeline: Pipeline | None
+    on_host: tuple[str, ...]
+    """Kinds of state that live in host memory."""
     basis: dict[str, Basis]
     """How sure each kind of figure is."""
 
@@ -69,8 +71,11 @@ def explain(run: Run, report: StepReport | None = None, profile: Profile | str |
     mesh, prices = mesh_of(run), RunPrices(run, base)
     links = {groups.axis: link_words(groups) for groups in mesh.groups}
     where = placements(builders[0], mesh)
-    passing = sum(t.nbytes for b in builders for t in b.strategy.kept_gradients()) if "gradients" not in role.memory.states else 0
-    memory = replace(role.memory, states={**role.memory.states, "gradients": passing}) if passing else role.memory
+    passing = sum(t.nbytes for b in builders for t in b.strategy.kept_gradients()) if "gradients" not in role.memory.states and not role.memory.host else 0
+    kept = role.memory.host.states if role.memory.host else {}
+    states = {**role.memory.states, **({"gradients": passing} if passing else {})}
+    states |= {name: states.get(name, 0) + here for name, here in kept.items()}
+    memory = replace(role.memory, states=states) if states != role.memory.states else role.memory
     each = terms(builders, names, memory.states, until_update=passing > 0)
     whole: dict[str, float] = {}
     for term in each:
@@ -81,7 +86,7 @@ def explain(run: Run, report: StepReport | None = None, profile: Profile | str |
     split = layer_split(builders[0], step, single_builder(single_gpu(run), program)) if run.plan.tp > 1 else None
     return Explanation(role.role, role.ranks, role.example_rank, run.model.params, sum(b.strategy.inventory.numel for b in builders),
                        axes(run, mesh, where, links, role.time, tuple(h.name for h in held)), held, sent, each, split,
-                       pipeline(run) if run.plan.pp > 1 else None, dict(report.basis))
+                       pipeline(run) if run.plan.pp > 1 else None, tuple(kept), dict(report.basis))
 
 
 def _builders(program: Program, index: int, role: RoleReport) -> tuple[list[Builder], list[str]]:

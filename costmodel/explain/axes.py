@@ -68,11 +68,12 @@ def placements(builder: Builder, mesh: Mesh) -> dict[str, dict[str, Placement]]:
     out: dict[str, dict[str, Placement]] = {}
     for name in (BATCH, *STATE, ACTIVATIONS):
         of: dict[str, Placement] = {}
+        work: Placement = "divided" if name in (BATCH, ACTIVATIONS) else "partly divided"
+        shared: Placement = "copied" if name == BATCH and p.tp % p.expert_tp == 0 else work
+        of |= {axis: shared if axis == "etp" else work for axis, on in (("etp", p.expert_tp not in (1, p.tp)), ("ep", p.ep > 1)) if on}
         for axis, degree in reversed(mesh.degrees.items()):
             if degree == 1:
                 continue
-            if axis == "dp_shard" and p.ep > 1 or axis == "dp_replicate" and p.ep > 1 and not p.zero:
-                of["ep"] = "divided" if name in (BATCH, ACTIVATIONS) else "partly divided"
             data = axis in ("dp_replicate", "dp_shard", "cp")
             if name == BATCH:
                 of[axis] = "divided" if data else "at the ends" if axis == "pp" else "copied"
@@ -81,6 +82,8 @@ def placements(builder: Builder, mesh: Mesh) -> dict[str, dict[str, Placement]]:
             elif data:
                 alone = p.single_process and name != "parameters"
                 of[axis] = "on GPU 0" if alone else "sharded" if name in sharded and axis in shard_axes else "copied"
+            elif axis == "tp" and p.expert_tp != p.tp:
+                of[axis] = "partly divided"
             else:
                 of[axis] = "divided"
         out[name] = of
@@ -92,14 +95,16 @@ def axes(run: Run, mesh: Mesh, where: dict[str, dict[str, Placement]], links: di
     """The axes of more than one rank, innermost first. `links`: what the groups of each cross; `held`: the kinds of tensor there are."""
     out = []
     degrees, strides = {**mesh.degrees}, {**mesh.strides}
-    if run.plan.ep > 1:
-        degrees, strides = {"tp": degrees.pop("tp"), "ep": run.plan.ep, **degrees}, {**strides, "ep": run.plan.tp}
+    if run.plan.experts_apart:
+        etp = run.plan.expert_tp
+        cut = etp if etp != run.plan.tp else 1
+        degrees, strides = {"tp": degrees.pop("tp"), "etp": cut, "ep": run.plan.ep, **degrees}, {**strides, "etp": 1, "ep": etp}
     for name, degree in degrees.items():
         if degree == 1:
             continue
         of = {kind: placed[name] for kind, placed in where.items() if kind in held}
         updates = of.get("optimizer") == "sharded" or of.get("master_weights") == "sharded"
-        divides = {"tp": _tensor_work(run), "pp": ("layers",), "cp": ("tokens of a sequence",),
+        divides = {"tp": _tensor_work(run), "pp": ("layers",), "cp": ("tokens of a sequence",), "etp": ("matmuls of the experts",),
                    "ep": ("the experts of a layer, and the rows of tokens that go to them",)}.get(name, ("sequences of the batch",))
         out.append(Axis(name, degree, strides[name], links[name], SERVES[name], (*divides, *(("the update",) if updates else ())),
                         _of(of, "sharded"), tuple(kind for kind in of if of[kind] in ("divided", "partly divided") and kind != BATCH), _of(of, "copied"),

@@ -56,6 +56,8 @@ def what(op: Op, phase: str) -> str:
         return TOKENS if name == "scatter_tokens" else LOGITS if phase != "backward" else LOGITS_GRADIENTS
     if axis == "ep":
         return COUNTS if name == "experts.counts" else ROW_GRADIENTS if phase == "backward" and name.endswith(".all_to_all.all_to_all") else ROWS
+    if axis == "etp":
+        return ROW_GRADIENTS if phase == "backward" else ROWS
     if axis == "pp":
         return ACTIVATIONS if name.endswith("activation") else ACTIVATION_GRADIENTS
     if axis == "cp":

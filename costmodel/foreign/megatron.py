@@ -236,7 +236,7 @@ def _spread(k: _Options, f: Foreign) -> None:
         else:
             f.lost.append(f"--cp-comm-type {kind}: hierarchical context parallelism")
     if (width := k.count("expert-tensor-parallel-size")) is not None and width != tp and k.count("num-experts"):
-        f.lost.append(f"--expert-tensor-parallel-size {width}: experts cut over other ranks than tensor parallelism's {tp}")
+        say("etp", width, "expert-tensor-parallel-size")
     if f.get("plan.ep", 1) > 1 or k.count("num-experts"):
         kind = str(k.get("moe-token-dispatcher-type", default="allgather"))
         say("ep_dispatcher", kind if kind in ("alltoall", "allgather", "flex") else "alltoall", "moe-token-dispatcher-type")

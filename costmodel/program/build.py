@@ -27,13 +27,16 @@ from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.dataparallel import DataParallel
 from costmodel.program.parallel.ddp import DDP
 from costmodel.program.parallel.deepspeed import DeepSpeedZero, DeepSpeedZero3
+from costmodel.program.parallel.deepspeed_offload import OffloadedZero, OffloadedZero3
 from costmodel.program.parallel.expert import refusals as expert_refusals
 from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
+from costmodel.program.parallel.fsdp_offload import OffloadedFSDP
 from costmodel.program.parallel.megatron import MegatronDP
 from costmodel.program.parallel.megatron_fsdp import MegatronFSDP
 from costmodel.program.parallel.nanochat import Nanochat
+from costmodel.program.parallel.offload import refusals as offload_refusals
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
@@ -80,13 +83,15 @@ def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     if p.framework == "megatron" and p.zero == 3:
         return MegatronFSDP(run, numbers, inventory)
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
-        return (MegatronExperts if p.ep > 1 else MegatronDP)(run, numbers, inventory)
+        return (MegatronExperts if p.experts_apart else MegatronDP)(run, numbers, inventory)
     if p.framework == "nanochat":
         return Nanochat(run, numbers, inventory)
     if p.framework == "deepspeed":
+        if p.offload != "none":
+            return (OffloadedZero3 if p.zero == 3 else OffloadedZero)(run, numbers, inventory)
         return (DeepSpeedZero3 if p.zero == 3 else DeepSpeedZero)(run, numbers, inventory)
     if p.zero == 3:
-        return (ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
+        return (OffloadedFSDP if p.offload != "none" else ExpertFSDP if p.ep > 1 else FSDP)(run, numbers, inventory)
     if p.zero == 2:
         return Zero2(run, numbers, inventory)
     if p.zero == 1:
@@ -118,8 +123,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
              "Use model.extra_params = 0 to leave them out."),
             (not r.zero_set_to_none and (p.zero >= 2 or p.framework != "pytorch"), "recipe.zero_set_to_none", False,
              "gradients zeroed in place under this strategy", "Use zero_set_to_none = true."),
-            (p.offload != "none", "plan.offload", p.offload, "offload to host memory", "Use offload = none."),
-            (p.activation_offload, "plan.activation_offload", True, "activation offload", "Use activation_offload = false."),
             (p.checkpointing.mode == "selective" and not {*p.checkpointing.ops} < {"attention", "op", ""} or len(p.checkpointing.ops) > 1,
              "plan.checkpointing.ops", list(p.checkpointing.ops), "this list of operations", 'Use ["attention"] or ["op"].'),
             (r.optimizer.name == "muon" and (p.framework not in ("pytorch", "nanochat") or p.framework == "pytorch" and p.zero > 0 or p.tp * p.pp > 1),
@@ -134,6 +137,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
         yield from float8.refusals(run)
     yield from latent_refusals(run)
     yield from window_refusals(run)
+    if run.plan.offload != "none" or run.plan.activation_offload:
+        yield from offload_refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
     yield from ContextParallel.refusals(run, resolved_attention(run))
@@ -292,7 +297,7 @@ class Builder:
         name = self.names[index]
         key = ("forward", name, chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
-            s, core = self.strategy, self.forward_core(name, save=not chk, drop=drop)
+            s, core = self.strategy, self.forward_core(name, save=not chk, drop=drop, micro=micro)
             after = s.after_forward(LAYER, index, micro)
             if chk and self.numbers.autocast:
                 after = [Op("autocast.cache", "host", kernels=0, allocs=(self._autocast_cache((name,)),)), *after]
@@ -303,11 +308,11 @@ class Builder:
         """Low-precision weights that autocast keeps until forward ends, of layers (their units) whose graph does not hold them."""
         return Tensor("autocast cache", "temporaries", sum(n * self.unit[name].weights_cast_bytes for name, n in Counter(names).items()))
 
-    def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
-        key = (unit, "forward", save, drop)
+    def forward_core(self, unit: str, *, save: bool, drop: bool, micro: str = ONLY) -> Block:
+        key = (unit, "forward", save, drop, self.strategy.forward_key(micro) if self.unit[unit].tape.marked else None)
         if key not in self.cores:
             ops = self._forward_ops(unit, save=save, drop=drop)
-            self.cores[key] = Block(titled(unit), "forward", tuple(self._placed(unit, ops, "forward")))
+            self.cores[key] = Block(titled(unit), "forward", tuple(self._placed(unit, ops, "forward", micro=micro)))
         return self.cores[key]
 
     def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY) -> list[Op]:
@@ -627,8 +632,8 @@ def single_builder(run: Run, like: Program) -> Builder:
     """A builder for one GPU that spreads nothing, with the same model, recipe and kernels as `like`; it uses the recorded units and
     their ops again where both run the same local shapes."""
     spread = like.builder.run.plan
-    same = ((spread.tp, spread.cp, spread.ep) == (run.plan.tp, run.plan.cp, run.plan.ep) and like.inventory.layers == run.model.layers
-            and not spread.single_process)
+    same = ((spread.tp, spread.cp, spread.ep, spread.expert_tp) == (run.plan.tp, run.plan.cp, run.plan.ep, run.plan.expert_tp)
+            and like.inventory.layers == run.model.layers and not spread.single_process)
     inventory = like.inventory if same else inventory_of(run)
     alone = Nanochat if run.plan.framework == "nanochat" else Strategy
     return Builder(run, like.numbers, alone(run, like.numbers, inventory), inventory, like.builder if same else None)
@@ -646,7 +651,7 @@ def _by_experts(run: Run, builder: Builder, role: str, ranks: int, example: int)
     if p.ep == 1 or r.moe_imbalance == 1.0 or r.moe_capacity_factor is not None:
         return [(role, ranks, example, builder)]
     others = Builder(run, builder.numbers, builder.strategy, builder.strategy.inventory, busiest=False)
-    return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.tp, others)]
+    return [("busiest experts", ranks // p.ep, example, builder), ("other experts", ranks - ranks // p.ep, example + p.expert_tp, others)]
 
 
 def build(run: Run) -> Program:
@@ -660,7 +665,8 @@ def build(run: Run) -> Program:
     roles: list[RankProgram] = []
     for role, ranks, example in strategy.roles():
         persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
-        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True))
+        host, slack = tuple(strategy.host_persistent(role)), strategy.host_slack_bytes()
+        roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True), host, slack)
                   for name, n, first, one in _by_experts(run, builder, role, ranks, example)]
     return Program(tuple(roles), strategy, inventory, numbers, layer_flops(builder.unit, builder.names),
                    builder.unit[HEAD].matmul_flops, builder.recomputed_flops, builder)

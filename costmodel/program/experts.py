@@ -35,7 +35,7 @@ def mixture(w: "Walk", x: Value) -> Value:
     n = x.numel // w.run.model.hidden
     share = _route(w, x, n, moe.experts, moe.top_k)
     if w.tp.megatron:
-        y = _MEGATRON[ep.dispatcher if ep.n * w.tp.t > 1 else "alltoall"](w, ep, x, n * moe.top_k)
+        y = _MEGATRON[ep.dispatcher if ep.n * ep.cut.t > 1 else "alltoall"](w, ep, x, n * moe.top_k)
     else:
         weights = _sorted_share(w, ep, share)
         y = _summed(w, _weighted_rows(w, ep, x, weights, n * moe.top_k), n)
@@ -152,7 +152,7 @@ def _grouped(w: "Walk", ep: ExpertParallel, x: Value, name: str, rows: int, out:
     """y = x W_e^T for the rows of each expert e, one kernel: priced as a batch of products of mean size. FLOPs count an even share."""
     n, tape, count = w.n, w.tape, ep.experts
     flops, each = 2.0 * rows * width * out, -(-rows // count)
-    w.matmul_flops += 2.0 * w.tokens * ep.top_k * width * out
+    w.matmul_flops += 2.0 * w.rows * ep.cut.t * ep.top_k * width * out
     if n.fp8:
         return float8.grouped(w, x, name, count, each, out, width)
     weight = Param(f"{name}.weight", (count, out, width))
@@ -195,12 +195,12 @@ def _summed(w: "Walk", rows: Value, n: int, name: str = "experts.sum") -> Value:
 
 
 def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
-    """Megatron's all-to-all dispatcher and grouped MLP, whose experts are cut by tp as well: every tp rank then works on the rows of all of them.
+    """Megatron's all-to-all dispatcher and grouped MLP, whose experts are cut by tp as well (or by etp): each of these ranks works on the rows of all.
 
     The host waits in both passes (ir.Op, route). `ep_overlap` lets compute go on beside the all-to-alls, of which those of a layer are waited for when
     the next layer gets there: what running the micro-batches against each other (overlap_moe_expert_parallel_comm) hides at best.
     """
-    h, tape, t = w.run.model.hidden, w.tape, w.tp.t
+    h, tape, t = w.run.model.hidden, w.tape, ep.cut.t
     received, routed = ep.received(routed), ep.sent(routed)
     if ep.capacity is None:
         tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
@@ -211,7 +211,7 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
         if ep.capacity is None:
             tape.record("experts.counts", "collective", (), (), comm=ep.counts(), dtype="fp32")
         rows = _exchanged(w, ep, rows, "experts.dispatched", routed * h, received * h)
-    rows = w.tp.enter(w, rows, "experts")
+    rows = ep.cut.enter(w, rows, "experts")
     sorts = ep.n * t > 1 and ep.experts > 1
     if sorts:
         _index(w, received * t)
@@ -219,7 +219,7 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
     out = _megatron_block(w, ep, rows, received * t)
     if sorts:
         out = _scattered(w, out, "experts.unsorted", received * t)
-    out = w.tp.leave(w, out, "experts")
+    out = ep.cut.leave(w, out, "experts")
     if ep.n > 1:
         out = _exchanged(w, ep, out, "experts.combined", received * h, routed * h)
         if ep.event:
@@ -230,7 +230,7 @@ def _megatron_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Valu
 def _flex_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
     """Megatron's flex dispatcher (DeepEP, HybridEP): one kernel sends a token once to each rank that has some of its experts, where the copies for each
     are made; on the way back they are summed before they travel (core/transformer/moe/token_dispatcher.py, MoEFlexTokenDispatcher)."""
-    h, tape, t = w.run.model.hidden, w.tape, w.tp.t
+    h, tape, t = w.run.model.hidden, w.tape, ep.cut.t
     received, sent = ep.received(routed), ep.copies(x.numel // h)
     arrived = round(sent * received / routed)
     tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
@@ -238,9 +238,9 @@ def _flex_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
         tape.record("experts.earlier", "wait", (), (), kernels=0, event=ep.event)
     tokens = _exchanged(w, ep, x, "experts.dispatched", sent * h, arrived * h) if ep.n > 1 else x
     _index(w, received * t)
-    rows = _gathered(w, w.tp.enter(w, tokens, "experts"), "experts.rows", received * t)
+    rows = _gathered(w, ep.cut.enter(w, tokens, "experts"), "experts.rows", received * t)
     y = _summed(w, _megatron_block(w, ep, rows, received * t), tokens.numel * t // h, "experts.sum_here")
-    y = w.tp.leave(w, y, "experts")
+    y = ep.cut.leave(w, y, "experts")
     if ep.n == 1:
         return y
     y = _exchanged(w, ep, y, "experts.combined", arrived * h, sent * h)
@@ -252,9 +252,9 @@ def _flex_rows(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
 def _among_all(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
     """Megatron's all-gather dispatcher: the tokens of all ranks of the group, of which each takes the rows for its experts; results are summed where
     their tokens came from by a reduce-scatter (core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher)."""
-    h, tape, t = w.run.model.hidden, w.tape, w.tp.t
+    h, tape, t = w.run.model.hidden, w.tape, ep.cut.t
     tape.record("experts.host", "route", (), (), kernels=ep.experts, backs=(Back("host", "route", kernels=ep.experts),))
-    tokens = w.tp.enter(w, x, "experts")
+    tokens = ep.cut.enter(w, x, "experts")
     gather, scatter = ep.exchange_all(tokens.numel * ep.n, x.dtype)
     if ep.n > 1:
         everyone = tape.value("experts.everyone", tokens.numel * ep.n, x.dtype)
@@ -269,14 +269,14 @@ def _among_all(w: "Walk", ep: ExpertParallel, x: Value, routed: int) -> Value:
         tape.record("experts.reduce_scatter", "collective", (y,), (mine,), comm=scatter, dtype=y.dtype,
                     backs=(Back("all_gather", "collective", 0, comm=gather, dtype=y.dtype),))
         y = mine
-    return w.tp.leave(w, y, "experts")
+    return ep.cut.leave(w, y, "experts")
 
 
 def _megatron_block(w: "Walk", ep: ExpertParallel, rows: Value, n: int) -> Value:
     """Two grouped products around one kernel that gates and multiplies by the router's weights; it keeps the first one's output and the weights."""
     m = w.run.model
     assert m.moe is not None
-    h, f, wide = m.hidden, m.moe.expert_ffn // w.tp.t, 2 if m.gated else 1
+    h, f, wide = m.hidden, m.moe.expert_ffn // ep.cut.t, 2 if m.gated else 1
     y = _grouped(w, ep, rows, "experts.up", n, wide * f, h)
     inner = w.tape.value("experts.act", n * f, y.dtype)
     kept = (Tensor("experts.shares", "activations", 4 * n),)

@@ -115,7 +115,7 @@ def inventory_of(run: Run, layers: int | None = None, *, begins: int = 0, embedd
 def _layer(run: Run, *, moe: bool | None = None) -> UnitParams:
     m, p = run.model, run.plan
     fused = m.model_copy(update={"fused_qkv": True}) if p.framework == "megatron" else m
-    params = [local_expert(q, p.ep, p.tp) for q in layer_params(fused, moe=m.moe is not None if moe is None else moe)]
+    params = [local_expert(q, p.ep, p.expert_tp) for q in layer_params(fused, moe=m.moe is not None if moe is None else moe)]
     if p.framework == "megatron" and m.gated:
         params = _fused_gate(params)
     return _unit([local_param(q, p.tp, p.framework) for q in params])

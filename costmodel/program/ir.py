@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "route", "mark"]
+Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "cpu", "route", "mark"]
 """What an op is, and where it runs.
 
 matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
-host and device, on its own stream. collective: on its axis's stream, behind what that stream already has. wait: compute waits for
+host and device, on the stream of `axis` ("h2d" or "d2h"). collective: on its axis's stream, behind what that stream already has. wait: compute waits for
 an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
-for compute. host: work of the host alone, `kernels` units of the cause that `axis` names (costmodel.program.host). route: the host
+for compute, or for an event. host: work of the host alone, `kernels` units of the cause that `axis` names (costmodel.program.host). cpu: the
+host computes in its own memory while the device waits. route: the host
 reads which rows go to which expert while compute waits, `kernels` the experts. mark: a place in a unit where
 the strategy puts ops of its own; the builder leaves none.
 """
+
+
+COPIES = ("h2d", "d2h")
+"""Streams of copies from and to host memory, which take nothing from the compute stream."""
 
 
 class Tensor(NamedTuple):
@@ -53,10 +58,10 @@ class Op(NamedTuple):
     kind: Kind
     flops: float = 0.0
     nbytes: float = 0.0
-    """Bytes read plus bytes written in device memory."""
+    """Bytes read plus bytes written in device memory; cpu: in the host's; copy: bytes moved."""
     dims: tuple[int, ...] = ()
     """matmul: (batch, m, n, k); attention: (batch, heads, kv_heads, s_q, s_k, head_dim, causal, backward), where a window counts as the shorter
-    causal s_k of as much work."""
+    causal s_k of as much work; copy: (1,) where the host's memory is not page-locked."""
     dtype: str = "fp32"
     kernels: int = 1
     """Kernels the host launches for it."""
@@ -64,16 +69,19 @@ class Op(NamedTuple):
     frees: tuple[Tensor, ...] = ()
     comm: Comm | None = None
     event: str = ""
-    """collective, copy: the event it signals when done (empty: compute waits at once); wait, hold: the event waited for;
+    """collective, copy: the event it signals when done (empty: compute waits at once); wait, hold, sync: the event waited for;
     record: the event set."""
     axis: str = ""
-    """side, hold: the axis on whose stream it happens; host: what causes the work."""
+    """side, hold, copy: the axis on whose stream it happens; host: what causes the work."""
     again: bool = False
     """Runs a second time, to compute an activation again."""
     detached: bool = False
-    """collective, side: does not wait for the compute stream, for its input was there long before."""
+    """collective, side, copy: does not wait for the compute stream, for its input was there long before."""
     inline: bool = False
     """collective: the call returns when it is done, where host and device are one (gloo); on a GPU its stream alone is held up."""
+    host_allocs: tuple[Tensor, ...] = ()
+    """What it allocates in host memory."""
+    host_frees: tuple[Tensor, ...] = ()
 
     def taking(self, tensors: tuple[Tensor, ...]) -> "Op":
         """This op allocating more (much faster than _replace)."""
@@ -205,3 +213,7 @@ class RankProgram(NamedTuple):
     """A steady step; allocations and frees net to zero."""
     first_step: Seq
     """The first step; differs where state is created lazily. Its net allocation is the state that stays."""
+    host: tuple[Tensor, ...] = ()
+    """State in host memory before the first step."""
+    host_slack_bytes: int = 0
+    """What the host's allocator of page-locked memory holds beyond its tensors."""

@@ -30,6 +30,8 @@ class Update(NamedTuple):
     matrices: int = 0
     """Muon: elements among them that it updates; AdamW has the rest."""
     matrix_tensors: int = 0
+    expert_tensors: int = 0
+    """Tensors among them that belong to experts spread over an ep group (FSDP)."""
     placed: bool = False
     """They are DTensors."""
 

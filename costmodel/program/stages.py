@@ -188,7 +188,8 @@ def _clip(run: Run, builders: list[Builder]) -> list[Op]:
     """Gradients of all stages of a rank are clipped together, by a norm that is summed over the pipeline in their dtype."""
     strategies = [b.strategy for b in builders]
     updates = [b.strategy.update(_role(b)) for b in builders]
-    whole = updates[0]._replace(numel=sum(u.numel for u in updates), tensors=sum(u.tensors for u in updates))
+    whole = updates[0]._replace(numel=sum(u.numel for u in updates), tensors=sum(u.tensors for u in updates),
+                                expert_tensors=sum(u.expert_tensors for u in updates))
     ops = strategies[0].clip(whole)
     for s in strategies[1:]:
         ops[1:1] = s.norm_sums() if s.late_norms else []

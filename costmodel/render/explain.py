@@ -68,6 +68,8 @@ def _holdings(e: Explanation, page: Page) -> None:
     rows = [[h.name.replace("_", " "), size(h.here_bytes), "-" if h.whole_bytes is None else size(h.whole_bytes),
              *(h.placements[a.name] for a in e.axes)] for h in e.holdings]
     page.table(["tensor", "this rank", "not spread", *names], rows, "<>>" + "<" * len(names))
+    if e.on_host:
+        page.line(f"in host memory: {_list(e.on_host)}", indent="  ")
 
 
 def _terms(e: Explanation, page: Page) -> None:

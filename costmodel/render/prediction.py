@@ -6,13 +6,14 @@ from costmodel.render.listing import billions
 from costmodel.render.text import Page, Style
 from costmodel.render.units import count, duration, long_time, plural, rate, share, size
 from costmodel.render.words import moment
-from costmodel.report import CATEGORIES, Collective, MemoryReport, RoleReport, StepReport, TimeReport
+from costmodel.report import CATEGORIES, Collective, HostMemory, MemoryReport, RoleReport, StepReport, TimeReport
 from costmodel.spec import Cluster, Plan, Recipe, Run
 from costmodel.spec.parameters import active_parameter_count
 
 PHASES = ("forward", "backward", "recompute", "reduce", "optimizer", "gather")
 """The order in which phases are shown; others follow."""
 BASIS_WORDS = {"exact": "counted", "modelled": "walked through the program", "fitted": "calibrated on measurements", "guess": "data sheets only"}
+COPIES = {"h2d": "copies from the host", "d2h": "copies to the host"}
 FRAMEWORKS = {"pytorch": "PyTorch", "deepspeed": "DeepSpeed", "megatron": "Megatron", "nanochat": "nanochat"}
 
 _STYLE: dict[str, Style] = {"fits": "green", "risky": "yellow", "does not fit": "red", "unknown": ""}
@@ -89,6 +90,7 @@ def strategy_name(plan: Plan) -> str:
         if plan.framework != "pytorch":
             parts[0] = f"{FRAMEWORKS[plan.framework]} {parts[0]}"
     parts += [f"{name} {degree}" for name, degree in (("tp", plan.tp), ("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep)) if degree > 1]
+    parts += [f"etp {plan.etp}"] if plan.expert_tp != plan.tp else []
     return " + ".join(parts)
 
 
@@ -144,6 +146,7 @@ def _ranks(p: Plan) -> str:
     degrees = f"dp {p.dp} (replicate {p.dp_replicate} x shard {p.dp_shard}) x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.world_size}"
     extra = [word for word, on in (("sequence parallel", p.sequence_parallel), (f"{p.cp_kind} attention", p.cp > 1),
                                    (f"{p.schedule}, {plural(p.virtual_stages, 'stage')} a rank", p.pp > 1), (f"ep {p.ep}", p.ep > 1),
+                                   (f"etp {p.expert_tp}", p.expert_tp != p.tp),
                                    (f"{p.offload} offloaded", p.offload != "none"), ("activations offloaded", p.activation_offload)) if on]
     return "; ".join([degrees, *extra])
 
@@ -192,6 +195,9 @@ def _verdict(report: StepReport, role: RoleReport, page: Page) -> None:
     assert memory is not None
     page.heading("VERDICT")
     page.line(verdict_sentence(report.verdict, memory), _STYLE[report.verdict], "  ")
+    if memory.host is not None and not _by_host(report.verdict, memory):
+        word = "" if memory.host.verdict == "unknown" else f" {memory.host.verdict}"
+        page.line(f"host memory{word}: the ranks of a node need {node_words(memory.host)}", indent="  ")
     page.line(f"highest on {_who(worst, report)}, at the moment of: {moment(memory.allocated.moment)}", indent="  ")
 
 
@@ -199,8 +205,22 @@ def _used(memory: MemoryReport | None) -> int:
     return 0 if memory is None else memory.device_bytes or memory.reserved_bytes or memory.allocated.total_bytes
 
 
+def node_words(host: HostMemory) -> str:
+    """What the ranks of a node keep in its memory."""
+    return f"{size(host.node_bytes)} of the {size(host.capacity_bytes)} of a node's host memory" if host.capacity_bytes else (
+        f"{size(host.node_bytes)} of a node's host memory, whose size is not known")
+
+
+def _by_host(verdict: str, memory: MemoryReport) -> bool:
+    """Whether a verdict is that of the host's memory alone."""
+    return memory.host is not None and verdict == memory.host.verdict in ("risky", "does not fit") and (memory.headroom_bytes or 0) >= 0
+
+
 def verdict_sentence(verdict: str, memory: MemoryReport) -> str:
     """fits / risky / does not fit, and by how much."""
+    host = memory.host
+    if host is not None and _by_host(verdict, memory):
+        return f"{verdict}: the ranks of a node need {node_words(host)}; of a device, {size(_used(memory))}"
     capacity, room = memory.capacity_bytes, memory.headroom_bytes
     needs = f"{size(_used(memory))} of {size(capacity)}" if capacity else f"{size(_used(memory))}; the device's capacity is not known"
     if room is None and capacity:
@@ -238,6 +258,10 @@ def _memory(report: StepReport, role: RoleReport, memory: MemoryReport, page: Pa
         figures.append(["reserved", size(memory.reserved_bytes), "held by the caching allocator (max_memory_reserved)" + inside])
     if memory.device_bytes is not None:
         figures.append(["device total", size(memory.device_bytes), "what nvidia-smi shows" + (f"; also {outside}" if outside else "")])
+    if memory.host is not None:
+        parts = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in memory.host.states.items())
+        figures.append(["host memory", size(memory.host.held_bytes),
+                        f"of this rank, with what page-locked blocks round up: {parts}; {node_words(memory.host)}"])
     if memory.capacity_bytes is not None:
         figures.append(["capacity", size(memory.capacity_bytes), f"{share(_used(memory), memory.capacity_bytes)} used"])
     page.table(["figure", "bytes", "what it counts"], figures, "<><")
@@ -290,6 +314,10 @@ def _communication(report: StepReport, role: RoleReport, collectives: tuple[Coll
     time = role.time
     total, exposed = (sum(time.communication_s.values()), sum(time.exposed_s.values())) if time else (None, None)
     page.heading("COMMUNICATION", f"of one step on {_who(role, report)}")
+    copies = [(words, f"{duration(time.communication_s[axis])}, of which the GPU waited for {duration(time.exposed_s.get(axis, 0.0))}")
+              for axis, words in COPIES.items() if time and axis in time.communication_s]
+    if copies:
+        page.pairs(copies)
     if not collectives:
         page.line("none: nothing is exchanged between ranks", indent="  ")
         return

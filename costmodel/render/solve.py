@@ -105,6 +105,8 @@ def render_plans(title: str, plans: Plans, top: int, page: Page, uses: Sequence[
         page.table(header, [_plan_row(c, wide, experts) for c in shown], (">" if experts else "") + ">>>><<>>>>>" + ("<" if wide else ""))
         page.line()
         page.line("batch: micro-batch x accumulation; needs: device total of the fullest rank", "dim", "  ")
+        if any(c.run.plan.offload != "none" for c in shown):
+            page.line("nothing fits without offload: state lives in host memory", "dim", "  ")
     page.line()
     page.pairs([*([("use", uses[0] or "the run as it is")] if shown else []),
                 ("counted", f"{plural(plans.candidates, 'plan')}: {plans.fit:,} fit, {plans.too_large:,} do not, {plans.refused:,} are refused, "

@@ -3,7 +3,8 @@
 A shape is a ZeRO stage with its shards, a tensor and a pipeline degree, with or without sequence parallelism; on each stand the kinds of
 checkpointing and the micro-batches that the global batch allows. The batch, the model and the dialect stay. Memory grows with the
 micro-batch and falls with checkpointing, so a shape is first tried at its smallest: where that does not fit, nothing of it does. From there
-on micro-batches grow until they do not fit; heavier checkpointing is tried only where lighter does not fit, for it costs time.
+on micro-batches grow until they do not fit; heavier checkpointing is tried only where lighter does not fit, for it costs time; offload only where nothing
+fits.
 """
 
 from collections import Counter
@@ -68,6 +69,8 @@ class Shape(NamedTuple):
     pp: int
     sequence_parallel: bool
     ep: int = 1
+    offload: str = ""
+    """What is offloaded; empty: what the run says."""
 
 
 def plans(run: Run, profile: Profile | str | None = None, *, risky: bool = False, most: int = MOST, watch: Watch | None = None) -> Plans:
@@ -100,6 +103,11 @@ def plans(run: Run, profile: Profile | str | None = None, *, risky: bool = False
     stopped = False
     try:
         for shape in shapes:
+            _one_shape(kinds, batches[shape], partial(tried, shape), count)
+        offloaded = [] if found else [other for shape in shapes for other in _offloaded(run, shape)]
+        batches |= {shape: _micro_batches(run, shape) for shape in offloaded}
+        total += sum(len(kinds) * max(1, len(batches[s])) for s in offloaded)
+        for shape in offloaded:
             _one_shape(kinds, batches[shape], partial(tried, shape), count)
     except Stopped:
         stopped = True
@@ -162,15 +170,27 @@ def _shapes(run: Run) -> Iterator[Shape]:
                     shards.add(node)
                 for dp_shard in sorted(shards):
                     for sequence_parallel in (False, True)[:1 + (tp > 1)]:
-                        for ep in _expert_degrees(run, zero, dp_shard if zero else dp, tp, pp):
+                        for ep in _expert_degrees(run, zero, dp_shard if zero else dp, tp):
                             yield Shape(zero, dp_shard, dp, tp, pp, sequence_parallel, ep)
 
 
-def _expert_degrees(run: Run, zero: int, shards: int, tp: int, pp: int) -> Iterator[int]:
+def _offloaded(run: Run, shape: Shape) -> Iterator[Shape]:
+    """The shape with state in host memory, where the run has none: tried where nothing fits without. One GPU is offloaded as one shard."""
+    p, alone = run.plan, run.cluster.gpus == 1
+    if p.offload != "none" or shape.pp * shape.ep > 1:
+        return
+    for zero in (2, 3) if alone else (shape.zero,):
+        if p.framework == "deepspeed" and zero and shape.tp == 1:
+            yield shape._replace(zero=zero, offload="optimizer")
+        if zero == 3 and (p.framework == "pytorch" or p.framework == "deepspeed" and shape.tp == 1):
+            yield shape._replace(zero=zero, offload="params")
+
+
+def _expert_degrees(run: Run, zero: int, shards: int, tp: int) -> Iterator[int]:
     """Expert-parallel degrees to try: 1, the run's own, and the powers of two that divide the experts and the ranks they can be spread over."""
     moe, p = run.model.moe, run.plan
     ranks = shards * p.cp
-    if moe is None or (p.framework != "megatron" and (zero != 3 or tp * pp * p.cp > 1)):
+    if moe is None or (p.framework != "megatron" and (zero != 3 or tp > 1)):
         ranks = 1
     most = gcd(ranks, moe.experts) if moe else 1
     yield from sorted({1, *(1 << i for i in range(most.bit_length()) if most % (1 << i) == 0), *([p.ep] if most % p.ep == 0 else [])})
@@ -189,6 +209,8 @@ def _changes(run: Run, shape: Shape, kind: str | None, micro_batch: int) -> dict
     """The fields by which a candidate differs from the run."""
     p = run.plan
     wanted: dict[str, Any] = {"plan.zero": shape.zero, "plan.tp": shape.tp, "plan.pp": shape.pp, "plan.ep": shape.ep, "recipe.micro_batch": micro_batch}
+    if shape.offload:
+        wanted["plan.offload"] = shape.offload
     if shape.tp > 1:
         wanted["plan.sequence_parallel"] = shape.sequence_parallel
     if kind is not None and p.checkpointing != checkpointing_word(kind):

@@ -38,6 +38,8 @@ class Accelerator(Spec):
     switch_reduces: bool = False
     """The scale-up switch can reduce (NVLS)."""
     pcie_bytes_per_s: NonNegativeFloat = 0.0
+    host_link_bytes_per_s: NonNegativeFloat = 0.0
+    """To the memory of its host, one way, where that link is not PCIe (NVLink-C2C)."""
     tdp_w: NonNegativeFloat = 0.0
     confidence: str = "read"
     source: str = ""

@@ -55,13 +55,16 @@ class Plan(Spec):
     """Under causal ring or all-gather attention a rank takes a piece of the sequence's head and its mirror of the tail, so that all compute
     the same (Megatron, torch's context_parallel); False: consecutive pieces, of which the last rank's has most to compute."""
     ep: PositiveInt = 1
+    etp: int = Field(0, ge=0)
+    """Megatron's expert_tensor_parallel_size: ranks over which each expert's matrices are cut; 0: as many as tp. Recipes with tp often say 1."""
     ep_overlap: bool = False
     ep_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """Rows of tokens travel to their experts and back; or (Megatron) every rank of an ep group gets the tokens of all of it; or (Megatron's flex: DeepEP,
     HybridEP) a token travels once to each rank that has some of its experts."""
     checkpointing: Checkpointing = Checkpointing()
     offload: Literal["none", "optimizer", "params"] = "none"
-    """What lives in host memory between uses."""
+    """What lives in host memory between uses: the optimizer's state (DeepSpeed, whose CPU updates it), or parameters as well (DeepSpeed's stage 3; FSDP2, whose
+    CPUOffloadPolicy moves parameters, gradients and optimizer together)."""
     activation_offload: bool = False
     bucket_bytes: PositiveInt = 25 * MIB
     """DDP's and ZeRO's gradient bucket (DeepSpeed: reduce_bucket_size in bytes of the gradient dtype; left out, its 5e8 elements)."""
@@ -122,10 +125,20 @@ class Plan(Spec):
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which experts can be spread: dp_shard x cp, or, where nothing is sharded, the replicas x cp."""
-        return (self.dp_shard if self.zero else self.dp) * self.cp
+        """Ranks over which experts can be spread: dp_shard x cp, or, where nothing is sharded, the replicas x cp; what of tp does not cut them too."""
+        return (self.dp_shard if self.zero else self.dp) * self.cp * self.tp // self.expert_tp
 
     @property
     def expert_replicas(self) -> int:
         """Ranks that have the same experts, of those over which experts can be spread."""
         return self.expert_ranks // self.ep
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that cut an expert's matrices."""
+        return self.etp or self.tp
+
+    @property
+    def experts_apart(self) -> bool:
+        """Experts lie on other groups of ranks than the rest of the model."""
+        return self.ep > 1 or self.expert_tp != self.tp

@@ -154,14 +154,22 @@ def _context(run: Run) -> Iterator[PlanError]:
 
 def _expert(run: Run) -> Iterator[PlanError]:
     m, p = run.model, run.plan
-    if p.ep == 1:
+    if not p.experts_apart:
         return
     if m.moe is None:
-        yield PlanError("plan.ep", p.ep, f"{m.name} has no experts.", "Use ep = 1.")
+        field, off = ("ep", 1) if p.ep > 1 else ("etp", 0)
+        yield PlanError(f"plan.{field}", getattr(p, field), f"{m.name} has no experts.", f"Use {field} = {off}.")
+        return
+    if p.expert_tp != p.tp and p.framework != "megatron":
+        yield PlanError("plan.etp", p.etp, "experts that are cut over other ranks than tp are Megatron's.", "Use etp = 0, or framework = megatron.")
+    shards = p.dp_shard if p.zero else p.dp
+    data, whole = f"{'dp' if shards > p.dp_shard else 'dp_shard'} x cp", shards * p.cp * p.tp
+    if whole % p.expert_tp:
+        yield PlanError("plan.etp", p.etp, f"etp must divide {data} x tp = {whole}.", f"Use etp = {nearest_divisors(whole, p.etp)}.")
         return
     if p.expert_ranks % p.ep:
-        yield PlanError("plan.ep", p.ep, f"ep must divide {'dp' if p.expert_ranks > p.state_shards else 'dp_shard'} x cp = {p.expert_ranks}.",
-                        f"Use ep = {nearest_divisors(p.expert_ranks, p.ep)}.")
+        over = data if p.expert_tp == p.tp else f"{data} x tp / etp"
+        yield PlanError("plan.ep", p.ep, f"ep must divide {over} = {p.expert_ranks}.", f"Use ep = {nearest_divisors(p.expert_ranks, p.ep)}.")
     if m.moe.experts % p.ep:
         yield PlanError("plan.ep", p.ep, f"experts = {m.moe.experts} must be a multiple of ep.", f"Use ep = {nearest_divisors(m.moe.experts, p.ep)}.")
     if error := checked_imbalance(run.recipe.moe_imbalance, p.ep):

@@ -22,23 +22,29 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from costmodel.report import CATEGORIES, Peak
+from costmodel.report import CATEGORIES, HostMemory, Peak
 from execute import compat
 
 HOST = "host"
 """A category outside the device, left out of every sum: step counters that PyTorch keeps in host memory."""
+ON_HOST = {category: f"host {category}" for category in CATEGORIES}
+"""Categories of what a strategy offloads: summed apart."""
+BY_HOST = ("clip", "optimizer")
+"""Phases that the host's CPU does where state is offloaded."""
 LIBRARY = "library"
 """A category outside the program, left out of every sum: what a library makes for itself, such as gloo's copy of what it reduces and scatters.
 It is first seen as the storage of a view that nobody has seen before."""
 BORN_AS_VIEWS = ("lift_fresh",)
 """Operations that return their argument, and with which a constant's life begins."""
-ORDER = (HOST, LIBRARY, "parameters", "master_weights", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
+STATES = ("parameters", "gradients", "optimizer")
+OUTSIDE = (HOST, LIBRARY, *ON_HOST.values())
+ORDER = (HOST, LIBRARY, *ON_HOST.values(), "parameters", "master_weights", "gradients", "optimizer", "communication", "framework", "activations", "temporaries")
 NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
 """Operations that a moment may be named after."""
 
@@ -85,6 +91,8 @@ class StorageTracker(compat.TorchDispatchMode):
         self._size: dict[int, int] = {}
         self._watchers: dict[int, Any] = {}
         self._born_in_hook = ""
+        self._born_on_host = False
+        self._offloads = False
         self._paused = 0
         self._region: int | None = None
         self._closing: list[int] = []
@@ -137,6 +145,8 @@ class StorageTracker(compat.TorchDispatchMode):
             self._watchers[serial].atexit = False
             if any(compat.storage_key(t.untyped_storage()) == key for t in compat.inner_tensors(seen_in)):
                 self.category[serial] = LIBRARY
+            elif self._born_on_host or self._offloads and self.phase in BY_HOST:
+                self.category[serial] = ON_HOST["temporaries"]
             elif self._born_in_hook:
                 self.category[serial] = "communication"
             self._grow(serial, storage.nbytes())
@@ -172,6 +182,22 @@ class StorageTracker(compat.TorchDispatchMode):
             yield
         finally:
             self._born_in_hook, self.where = before, where
+
+    def offload(self) -> AbstractContextManager[Any]:
+        """State is in host memory from now on: parameters, gradients and the optimizer's. Copies between the two are made, on fake tensors too, while the
+        context lasts."""
+        self._offloads = True
+        return compat.watch_transfers(self._copied)
+
+    @contextmanager
+    def _copied(self, source: Tensor) -> Iterator[None]:
+        """A copy of what is on the device is born in host memory, and the other way round."""
+        here = next(compat.inner_tensors(source))
+        self._born_on_host = self.category.get(self.see(here), "") not in ON_HOST.values()
+        try:
+            yield
+        finally:
+            self._born_on_host = False
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -218,6 +244,8 @@ class StorageTracker(compat.TorchDispatchMode):
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Give the storages of some tensors a category, unless one that comes first in ORDER holds them."""
+        if self._offloads and category in STATES:
+            category = ON_HOST[category]
         for tensor in _stored([t for t in tensors if t is not None]):
             serial = self.see(tensor)
             if serial not in self.category or ORDER.index(category) < ORDER.index(self.category[serial]):
@@ -252,6 +280,20 @@ class StorageTracker(compat.TorchDispatchMode):
         return hook
 
     # readings
+
+    def host(self, step: str) -> HostMemory | None:
+        """What is offloaded: its highest sum in a step, and what is there now; None where nothing is."""
+        names = {name: category for category, name in ON_HOST.items()}
+        running: Counter[str] = Counter()
+        best: Peak | None = None
+        for event in self.events:
+            category = names.get(self.category.get(event.storage, ""))
+            if category is None:
+                continue
+            running[category] += event.delta
+            if event.moment.step == step and (best is None or running.total() > best.total_bytes):
+                best = Peak(running.total(), str(event.moment), _shown(running))
+        return None if best is None else HostMemory(best, _shown(running))
 
     def alive(self) -> dict[str, int]:
         """Bytes alive now, by category."""
@@ -295,7 +337,7 @@ class StorageTracker(compat.TorchDispatchMode):
         return best
 
     def _on_device(self) -> Iterator[Event]:
-        return (e for e in self.events if self.category.get(e.storage) not in (HOST, LIBRARY))
+        return (e for e in self.events if self.category.get(e.storage) not in OUTSIDE)
 
 
 def _stored(value: Any) -> Iterator[Tensor]:

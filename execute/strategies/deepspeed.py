@@ -68,10 +68,14 @@ def configuration(run: Run) -> dict[str, Any]:
                             "overlap_comm": p.overlap_grad_reduce, "allgather_bucket_size": 2 * (p.allgather_bucket_params // 2)}
     if p.zero == 3:
         zero |= {"stage3_prefetch_bucket_size": p.prefetch_bucket_params, "stage3_max_live_parameters": p.max_live_params}
+    if p.offload != "none":  # page-locked memory needs a GPU
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": run.cluster.accelerator.kernel_table == "cuda" and torch.cuda.is_available()}
+    if p.offload == "params":
+        zero["offload_param"] = zero["offload_optimizer"]
     types: dict[str, Any] = {} if precision.gradient == precision.parameter else {"data_types": {"grad_accum_dtype": precision.gradient}}
     low: dict[str, Any] = {} if precision.parameter == "fp32" else {str(precision.parameter): {"enabled": True}}
     return {"train_micro_batch_size_per_gpu": r.micro_batch, "gradient_accumulation_steps": r.grad_accum, "gradient_clipping": r.clip_norm,
-            "zero_allow_untested_optimizer": True, "zero_optimization": zero, **types, **low}
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero, **types, **low}
 
 
 def _engine(run: Run, model: nn.Module) -> Any:

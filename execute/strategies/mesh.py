@@ -24,16 +24,16 @@ def mesh_of(run: Run, device: str) -> DeviceMesh:
 
 
 def expert_mesh_of(run: Run, device: str) -> DeviceMesh:
-    """The data-parallel ranks once more, with ep, the innermost, apart from the ranks that have the same experts."""
+    """The ranks once more, with ep, the innermost, apart from the ranks that have the same experts."""
     p = run.plan
-    degrees = {"dp_replicate": p.dp_replicate} if p.dp_replicate > 1 else {}
+    degrees = {name: degree for name, degree in (("pp", p.pp), ("dp_replicate", p.dp_replicate)) if degree > 1}
     degrees = {**degrees, "edp": p.expert_replicas, "ep": p.ep}
     return init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def expert_group_of(run: Run, mesh: DeviceMesh) -> Any:
     """This rank's ep group: one of its own also where a mesh would take that of dp_shard, so that rows need not queue behind parameters."""
-    if run.plan.ep < run.plan.dp_shard:
+    if run.plan.ep < run.plan.state_shards:
         return mesh.get_group("ep")
     return dist.new_subgroups_by_enumeration(mesh.mesh.view(-1, run.plan.ep).tolist())[0]
 

@@ -35,7 +35,7 @@ from execute.dtypes import DTYPES
 from execute.losses import loss_of_logits
 from execute.marks import Marks, NoMarks
 from execute.model import Context, Part, Transformer
-from execute.optim import Several, make_optimizer
+from execute.optim import Several
 from execute.strategies import Prepared, Region, fsdp, no_region, tensor
 from execute.strategies.buckets import EmulatedReducer
 from execute.strategies.ddp import real_ddp
@@ -97,11 +97,12 @@ def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:
     """What shards each stage, on one mesh of all axes."""
     assert isinstance(model, Stages)
     model.mesh = mesh_of(run, device)
+    spread = fsdp.spread_of(run, device)
     for stage in model.stages:
         if run.plan.tp > 1:
             tensor.shard(run, stage, device, model.mesh)
         elif run.plan.zero == 3:
-            fsdp.shard(run, stage, device, model.mesh)
+            fsdp.shard(run, stage, device, model.mesh, spread)
 
 
 def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region) -> Prepared:
@@ -124,11 +125,16 @@ def prepare(run: Run, model: nn.Module, *, dry: bool, region: Region = no_region
         with tensor.split_logits(run), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # nobody adds to the logits in place
             schedule.step(*(() if tokens is None else (tokens,)), target=targets, losses=losses, return_outputs=False)
+        if experts is not None:
+            with marks.phase_of("backward"):
+                experts.mean()
         marks.backward_ended()
         return torch.stack(losses).detach().sum() if losses else None
 
-    optimizer = Several(*(make_optimizer(run.recipe.optimizer, stage.parameters()) for stage in model.stages))
-    return Prepared(model, optimizer, micro_batches=micro_batches, clip=lambda norm: clip(model, norm, groups["pp"]), axes=groups)
+    experts = fsdp.SpreadExperts(run, model) if run.plan.ep > 1 else None
+    axes = {**groups, **experts.axes} if experts else groups
+    optimizer = Several(*(fsdp.optimizer_of(run, stage) for stage in model.stages))
+    return Prepared(model, optimizer, micro_batches=micro_batches, clip=lambda norm: clip(model, norm, groups["pp"], experts), axes=axes)
 
 
 class Loss:
@@ -228,14 +234,17 @@ def _schedule(run: Run, stages: list[Stage], loss: Loss) -> Any:
 
 
 @torch.no_grad()
-def clip(model: nn.Module, max_norm: float, group: Any) -> Tensor:
+def clip(model: nn.Module, max_norm: float, group: Any, experts: fsdp.SpreadExperts | None = None) -> Tensor:
     """Clip by the norm over all stages: the square of this rank's norm, summed over pp. The same for all parts of a rank."""
     parameters = list(model.parameters())
-    total = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    total = experts.norm() if experts else get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(total, DTensor):
         total = total.full_tensor()
     total = total ** 2.0
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     total = total ** 0.5
-    clip_grads_with_norm_(parameters, max_norm, total)
+    if experts:
+        experts.scale(max_norm, total)
+    else:
+        clip_grads_with_norm_(parameters, max_norm, total)
     return total

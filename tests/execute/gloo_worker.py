@@ -148,7 +148,38 @@ def gradients(prepared: Any) -> dict[str, Any]:
     return found
 
 
-WHAT: dict[str, Any] = {"seen": seen, "seen last": seen_last, "learn": learn, "arrive": arrive, "overflow": overflow, "trace": trace}
+def offloads(run: Any, keep: Path) -> dict[str, int]:
+    """Bytes that DeepSpeed holds of an offloaded run on the last rank, after two steps: what is what by its own names, for here all memory is the host's."""
+    from execute.assemble import give_storage, outline
+    from execute.data import random_batch
+    from execute.strategies.deepspeed import _engine
+    from execute.weights import init_weights
+    model = outline(run, "cpu", real=True)
+    give_storage(model, "cpu")
+    init_weights(model)
+    engine = _engine(run, model)
+    for _ in range(2 * run.micro_batches):
+        engine.backward(engine(*random_batch(run, "cpu")))
+        engine.step()
+    optimizer = engine.optimizer
+    stage3 = run.plan.zero == 3
+    masters = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
+    held = {"master_weights": masters, "gradients": [p.grad for p in masters],
+            "optimizer": [value for state in optimizer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]}
+    if stage3:
+        held["gradients"] += [optimizer.grad_partitions_flat_buffer]
+        held["parameters"] = optimizer.fp16_partitioned_groups_flat if run.plan.offload == "params" else []
+    else:
+        held["gradients"] += optimizer.accumulated_grads_in_cpu.values()
+        held["communication"] = [*optimizer.param_buffer_of_bit16_for_cpu_offload_groups, optimizer.temp_grad_buffer_for_cpu_offload]
+    mine = {name: sum(t.untyped_storage().nbytes() for t in tensors) for name, tensors in held.items()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {name: nbytes for name, nbytes in mine.items() if nbytes})
+    last: dict[str, int] = everywhere[-1]
+    return last
+
+
+WHAT: dict[str, Any] = {"offloads": offloads, "seen": seen, "seen last": seen_last, "learn": learn, "arrive": arrive, "overflow": overflow, "trace": trace}
 
 
 def main() -> None:

@@ -44,6 +44,10 @@ HOLD = {f"stage {stage}, {precision}, {buckets}, {m} micro-batches": run_of(
         for stage in (1, 2, 3) for precision, buckets, m in (("fp32", "small buckets", 2), ("bf16-mixed", "one bucket", 1), ("bf16-mixed", "small buckets", 2))}
 HOLD["stage 2, fp32 gradients"] = run_of(2, recipe={"precision": {"base": "bf16-mixed", "gradient": "fp32"}}, **SMALL_BUCKET)
 HOLD["stage 1, overlapping"] = run_of(1, recipe={"precision": "bf16-mixed", "grad_accum": 2}, overlap_grad_reduce=True, **SMALL_BUCKET)
+OFFLOADED = {f"stage {stage}, {offload} offloaded, {m} micro-batches": {**given, "cluster": {"gpu": "h100", "gpus": 2}}
+             for stage, offload, m in ((1, "optimizer", 2), (2, "optimizer", 1), (2, "optimizer", 3), (3, "optimizer", 2), (3, "params", 1))
+             for given in [run_of(stage, recipe={"precision": {"base": "bf16-mixed", "gradient": "bf16", "reduce": "bf16"}, "grad_accum": m,
+                                                 "optimizer": "adamw:foreach"}, offload=offload, **SMALL_BUCKET)]}
 HOLD["stage 2, unclipped"] = run_of(2, recipe={"precision": "bf16-mixed", "clip_norm": 0.0})
 
 
@@ -53,6 +57,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     cases: dict[str, Any] = {name: ("arrive", run_of(stage, MODELS[model], learning(model, m, optimizer), bucket_bytes=8192))
                              for name, (stage, model, m, optimizer) in LEARN.items()}
     cases |= {name: ("seen last", given) for name, given in HOLD.items()}
+    cases |= {name: ("offloads", given) for name, given in OFFLOADED.items()}
     return perform_once(cases, 2, tmp_path_factory, "deepspeed")
 
 
@@ -90,6 +95,15 @@ def test_it_holds_and_sends_what_is_predicted(name: str, real: tuple[dict[str, A
         predicted[c.kind, c.message_bytes, c.group, c.dtype] += c.count
     assert sent == predicted
     assert seen["phases"]["steady step"] == pytest.approx(memory.allocated.total_bytes, rel=0.05)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_it_keeps_in_host_memory_what_is_predicted(name: str, real: tuple[dict[str, Any], Path]) -> None:
+    """To the byte, by DeepSpeed's own names of its tensors."""
+    memory = predict(build_run(**OFFLOADED[name]), scaling=False).roles[0].memory
+    assert memory is not None and memory.host is not None
+    assert real[0][name]["result"] == memory.host.states
 
 
 @needs_deepspeed

@@ -124,7 +124,8 @@ def test_a_dry_run_sends_what_the_imbalance_says() -> None:
 
 
 @pytest.mark.parametrize(("field", "mode", "given"), [
-    ("plan.ep", "solo", {"strategy": "fsdp", "gpus": 8, "ep": 2}), ("plan.ep", "run", {"strategy": "zero1", "gpus": 8, "ep": 2}),
+    ("recipe.moe_imbalance", "solo", {"strategy": "fsdp", "gpus": 8, "ep": 2, "recipe": {"moe_imbalance": 1.5}}),
+    ("plan.ep", "run", {"strategy": "zero1", "gpus": 8, "ep": 2}),
     ("plan.tp", "dryrun", {"strategy": "fsdp", "gpus": 8, "tp": 2}), ("plan.ep_overlap", "run", {"strategy": "fsdp", "gpus": 8, "ep": 2, "ep_overlap": True})])
 def test_what_is_not_performed_is_refused_by_name(field: str, mode: Any, given: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as refused:

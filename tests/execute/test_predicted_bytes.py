@@ -23,7 +23,8 @@ NAMES = ("single llama autocast", "single gpt eager dropout", "single llama cpu 
          "window single flash autocast dropout", "window fsdp 2 x cp 2 ulysses",
          "latent single wide heads autocast", "latent single cpu sdpa fp32", "latent fsdp 8 op ckpt",
          "kinds windows fsdp 8 groups of 2", "kinds dense first fsdp 8 x ep 4 full ckpt", "kinds dense first pp 4 x fsdp 2 rank 1",
-         "kinds dense first ddp 8")
+         "kinds dense first ddp 8",
+         "fsdp llama 8 offloaded, accumulate", "fsdp gpt 7 offloaded foreach tiny", "hsdp deep 16 offloaded")
 CASES = {c.name: c for c in benchmark.cases()}
 
 

@@ -57,6 +57,7 @@ TWO = {
     "moe, ddp": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,), MIXTURE), "moe, fsdp x ep 2": Case({"strategy": "fsdp", "ep": 2}, (1, 2), MIXTURE),
     "moe, fsdp x ep 2, slots for all": Case({"strategy": "fsdp", "ep": 2}, (1,), MIXTURE, recipe={"moe_capacity_factor": 2.0}),
     "moe, fsdp x ep 2, checkpointed": Case({"strategy": "fsdp", "ep": 2, "checkpointing": "full"}, (1,), MIXTURE),
+    "moe, cp 2 ulysses x ep 2": Case({"strategy": "fsdp", "cp": 2, "cp_kind": "ulysses", "ep": 2}, (2,), MIXTURE),
     "pp interleaved": Case({"strategy": "ddp", "pp": 2, "schedule": "interleaved", "virtual_stages": 2}, (2, 4)),
     "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
         {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
@@ -80,6 +81,11 @@ FOUR = {
     "moe, fsdp 4 x ep 2": Case({"strategy": "fsdp", "ep": 2}, (2,), MIXTURE), "moe, hsdp 2 x 2 x ep 2": Case(
         {"strategy": "fsdp", "dp_replicate": 2, "dp_shard": 2, "ep": 2}, (1,), MIXTURE),
     "moe, fsdp 4 x ep 2, cut by rows": Case({"strategy": "fsdp", "ep": 2}, (1,), {**MIXTURE, "moe": {**MIXTURE["moe"], "experts": 2, "top_k": 1}}),
+    "moe, fsdp 2 x cp 2 ring x ep 4": Case({"strategy": "fsdp", "cp": 2, "ep": 4}, (1,), MIXTURE),
+    "moe, pp 2 x fsdp 2 x ep 2": Case({"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False}, (2,), MIXTURE),
+    "moe, pp 2 interleaved x fsdp 2 x ep 2": Case(
+        {"strategy": "fsdp", "pp": 2, "ep": 2, "reshard_after_forward": False, "schedule": "interleaved", "virtual_stages": 2}, (2,), MIXTURE,
+        optimizers=("sgd",)),
     "pp 4 1f1b": Case({"strategy": "ddp", "pp": 4}, (4,)), "pp 2 x ddp 2": Case({"strategy": "ddp", "pp": 2}, (2,)),
     "pp 2 x fsdp 2": Case({"strategy": "fsdp", "pp": 2, "reshard_after_forward": False}, (2,)),
     "pp 2 x fsdp 2 zbv": Case({"strategy": "fsdp", "pp": 2, "schedule": "zbv"}, (4,)),

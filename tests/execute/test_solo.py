@@ -26,6 +26,7 @@ from execute.dryrun import dry_run  # noqa: E402
 from execute.solo import solo, states_of  # noqa: E402
 from execute.stand_in import POOL, stand_in_world  # noqa: E402
 
+MIXTURE = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 96, "shared_experts": 1, "shared_ffn": 64}}
 RUNS: dict[str, tuple[Any, int]] = {
     "single": (cpu_run(), 0), "ddp": (cpu_run(LLAMA, "ddp", 8, gradient_as_bucket_view=True), 7), "zero1": (cpu_run(LLAMA, "zero1", 3), 2),
     "zero2": (cpu_run(LLAMA, "zero2", 4), 3), "fsdp, bf16": (cpu_run(LLAMA, "fsdp", 8, {"precision": "bf16-mixed"}), 5),
@@ -38,6 +39,8 @@ RUNS: dict[str, tuple[Any, int]] = {
     "pp zbv": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 4}, pp=2, schedule="zbv"), 0),
     "pp gpipe": (cpu_run(LLAMA, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="gpipe"), 1),
     "pp interleaved": (cpu_run({**LLAMA, "layers": 4}, "ddp", 2, {"grad_accum": 2}, pp=2, schedule="interleaved", virtual_stages=2), 0),
+    "fsdp with ep": (cpu_run(MIXTURE, "fsdp", 4, ep=2), 3), "fsdp with ep, slots": (cpu_run(MIXTURE, "fsdp", 4, {"moe_capacity_factor": 1.25}, ep=4), 1),
+    "pp with ep": (cpu_run(MIXTURE, "fsdp", 4, {"grad_accum": 2}, pp=2, ep=2, reshard_after_forward=False), 3),
     "nanochat": (cpu_run(LLAMA, "muon-distributed", 4), 3)}
 
 
@@ -268,7 +271,7 @@ def test_text_says_time_and_memory() -> None:
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--rank", "2"], "--rank 2: the run has 2 ranks"), (["--device", "tpu"], "--device tpu: it is cpu or cuda"), (["--steps", "0"], "--steps 0: must be"),
     (["--against", "me"], "--against me: it knows the prediction only"), (["-o", "{file}/records"], "nothing can be written there"),
-    (["--set", "plan.ep=2"], "ep")])
+    (["--set", "plan.ep=2"], "has no experts")])
 def test_bad_input_exits_2_before_any_work(arguments: list[str], says: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = call(*(a.format(file=tmp_path / "file") for a in arguments))

@@ -38,7 +38,7 @@ def test_experts_need_ranks_that_they_divide() -> None:
 @pytest.mark.parametrize(("named", "given"), [
     ("dualpipev", {"plan": {"framework": "megatron", "pp": 2, "schedule": "dualpipev", "virtual_stages": 2}}),
     ("zb-h1", {"plan": {"framework": "megatron", "pp": 2, "schedule": "zb-h1"}}),
-    ("offload", {"plan": {"framework": "deepspeed", "zero": 3, "offload": "optimizer"}})])
+    ("activation offload", {"plan": {"strategy": "fsdp", "activation_offload": True}})])
 def test_what_other_cases_wait_for_is_refused_by_name(named: str, given: dict[str, Any]) -> None:
     """docs/accuracy.md lists the cases. Once one of these is predicted, its cases can be tests."""
     with pytest.raises(PlanError, match=named):

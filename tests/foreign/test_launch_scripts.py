@@ -73,6 +73,7 @@ def test_what_nothing_gives_is_known() -> None:
     ("--context-parallel-size 4 --cp-comm-type a2a", "plan.cp_kind", "ulysses"),
     ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.fused_qkv", None),
     ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.qk_norm", None),
+    ("--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "plan.etp", 1),
     ("--nproc_per_node=8 --nnodes=16", "cluster.gpus", 128)])
 def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, value: object) -> None:
     """By hand from megatron/training/arguments.py: SwiGLU's width is 8/3 of hidden in whole 64s (4096: 10,880); a vocabulary is padded to a multiple of 128
@@ -101,6 +102,6 @@ def test_megatron_fsdp_is_zero_3(words: str, plan: dict[str, object], precision:
 
 @pytest.mark.parametrize("words", ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "--use-torch-fsdp2",
                                    "--recompute-granularity full --recompute-method block", "--optimizer muon", "--cp-comm-type a2a+p2p "
-                                   "--context-parallel-size 4", "--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"])
+                                   "--context-parallel-size 4"])
 def test_what_has_no_field_is_said(words: str) -> None:
     assert megatron.read(words.split()).lost

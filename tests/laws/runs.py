@@ -67,6 +67,9 @@ def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
     if framework == "megatron" and zero == 3:
         plan |= {"reshard_after_forward": True, "sync_each_micro_batch": True, "double_buffer": draw(st.booleans()),
                  "communication_unit_params": draw(st.sampled_from([None, 1, 2_000, 20_000, 200_000]))}
+    if (framework, zero) == ("pytorch", 3) or framework == "deepspeed" and zero:
+        whole = framework == "deepspeed" and zero == 3
+        plan["offload"] = draw(st.sampled_from(["none", "none", "params" if framework == "pytorch" or whole and draw(st.booleans()) else "optimizer"]))
     plan["checkpointing"] = draw(st.sampled_from(["none", "none", "full", "full:2", "full:3", "full:4", "every:2", "every:3", "selective", "selective:op"]))
     return plan
 
@@ -99,7 +102,8 @@ def inputs(draw: st.DrawFn, gpus: st.SearchStrategy[int] = GPUS) -> dict[str, An
         degrees = [n for n in (1, 2, 4) if count % n == 0 and model["moe"]["experts"] % n == 0]
         plan["ep"], recipe["moe_imbalance"] = draw(st.sampled_from(degrees)), draw(st.sampled_from([1.0, 1.5]))
         if plan["framework"] == "megatron":
-            plan |= {"ep_dispatcher": draw(st.sampled_from(["alltoall", "allgather", "flex"])), "ep_overlap": draw(st.booleans())}
+            plan |= {"ep_dispatcher": draw(st.sampled_from(["alltoall", "allgather", "flex"])), "ep_overlap": draw(st.booleans()),
+                     "etp": draw(st.sampled_from([0, 0, 1]))}
         recipe["moe_capacity_factor"] = draw(st.sampled_from([None, None, 1.25]))
     in_place = plan["framework"] == "pytorch" and plan["zero"] < 2 and not plan["gradient_as_bucket_view"]  # test_known.py
     recipe["zero_set_to_none"] = not in_place or draw(st.booleans())

@@ -82,6 +82,7 @@ def test_two_cards_of_48_gb_need_more_of_them() -> None:
     [here] = advice.together
     assert here.run.cluster.gpus == 2, "beside more GPUs alone: what is enough on these"
     assert here.remark, "16 bytes a parameter of two moments, gradients and weights in fp32 leave no other way"
+    assert any(s.changes == {"plan.offload": "params"} for s in advice.fit), "or the host's memory holds them"
     applied_gives_the_promised_figures(build_run(**TWO_CARDS), advice)
 
 

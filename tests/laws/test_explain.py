@@ -47,11 +47,12 @@ def agrees(run: Run) -> None:
     of_terms: Counter[str] = Counter()
     for t in e.terms:
         of_terms[t.category if t.between_steps else "transient"] += t.here * e.params  # type: ignore[assignment]
-    for category, nbytes in role.memory.states.items():
+    kept = Counter(role.memory.states) + Counter(role.memory.host.states if role.memory.host else {})
+    for category, nbytes in kept.items():
         if category not in ("framework", "temporaries"):
             assert of_terms[category] == pytest.approx(nbytes), category
-    assert {h.name: h.here_bytes for h in e.holdings if h.name in role.memory.states} == {
-        name: n for name, n in role.memory.states.items() if name in ("parameters", "gradients", "master_weights", "optimizer")}
+    assert {h.name: h.here_bytes for h in e.holdings if h.name in kept} == {
+        name: n for name, n in kept.items() if name in ("parameters", "gradients", "master_weights", "optimizer")}
 
 
 @examples(60)

@@ -17,8 +17,9 @@ EIGHTS = ("vocab", "ffn")
 
 
 def state_bytes(report: StepReport) -> int:
-    """Model state of the fullest rank, without buffers."""
-    return max(sum(r.memory.states.get(c, 0) for c in STATES) for r in report.roles if r.memory)
+    """Model state of the fullest rank, in its host's memory too, without buffers."""
+    return max(sum(kept.get(c, 0) for kept in (r.memory.states, r.memory.host.states if r.memory.host else {}) for c in STATES)
+               for r in report.roles if r.memory)
 
 
 def traffic(report: StepReport) -> int:

@@ -224,7 +224,7 @@ def test_overlapped_exchanges_hide_behind_compute() -> None:
 
 
 @pytest.mark.parametrize(("field", "given"), [
-    ("plan.ep", {"plan": {"ep": 2}}), ("plan.ep", {"plan": {"zero": 3, "ep": 2, "pp": 2}}), ("plan.tp", {"plan": {"zero": 3, "tp": 2}}),
+    ("plan.ep", {"plan": {"ep": 2}}), ("plan.tp", {"plan": {"zero": 3, "tp": 2}}),
     ("plan.sequence_parallel", {"plan": {**MEGATRON, "tp": 2}}),
     ("recipe.moe_capacity_factor", {"plan": {**MEGATRON, "ep": 2, "ep_dispatcher": "allgather"}, "recipe": {"moe_capacity_factor": 1.25}}),
     ("plan.framework", {"plan": {"framework": "deepspeed", "zero": 1}}), ("plan.ep", {"plan": {"zero": 3, "ep": 3}, "cluster": {"gpus": 6}}),

@@ -57,6 +57,14 @@ def test_bars_and_figures_are_those_of_the_report() -> None:
     assert 100 + sum(losses) == pytest.approx(100 * fall.mfu, abs=0.6)
 
 
+def test_what_is_offloaded_is_said_beside_the_device_and_decides_where_it_is_too_much() -> None:
+    plan = {"strategy": "fsdp", "offload": "params", "checkpointing": "full"}
+    fine, over = ([text_of(row) for row in explore(opened({"model": model, "cluster": {"gpus": 8, "gpu": gpu}, "plan": plan}), None, SIZES["80x24"])]
+                  for model, gpu in (("llama-3-8b", "h100"), ("llama-3-70b", "l40s")))
+    assert any(row.startswith("moment host 125.8 of 2,048.0 GiB a node") for row in fine)
+    assert over[0].startswith(" DOES NOT FIT ") and over[0].endswith("GiB of a host")
+
+
 def test_used_cells_are_the_share_of_the_capacity() -> None:
     state = opened(START)
     memory = state.report.fullest.memory

@@ -100,7 +100,10 @@ def verdict(state: State, rested: Rested | None, size: Size) -> list[Line]:
         word, style = {"fits": ("FITS", "fits"), "risky": ("RISKY", "risky"), "does not fit": ("DOES NOT FIT", "invalid")}.get(
             report.verdict, ("UNKNOWN", "dim"))
         needs = f"{gib(held(m))} of {gib(m.capacity_bytes)} GiB" if m.capacity_bytes else f"{gib(held(m))} GiB"
-        rows.append([Span(f" {word} ", style), bold(f"  {needs}"), Span(f" on {role_name(fullest)}  "), _room(m.headroom_bytes, bold_too=True)])
+        where = [Span(f" on {role_name(fullest)}  "), _room(m.headroom_bytes, bold_too=True)]
+        if m.host and m.host.verdict == report.verdict == "does not fit" and (m.headroom_bytes or 0) >= 0:
+            needs, where = f"{gib(m.host.node_bytes or 0)} of {gib(m.host.capacity_bytes or 0)} GiB", [Span(" of a host")]
+        rows.append([Span(f" {word} ", style), bold(f"  {needs}"), *where])
     if report.step_s is not None:
         mfu = f"  MFU {share(report.mfu)}" if report.mfu is not None else ""
         hfu = f"  HFU {share(report.hfu)}" if report.hfu is not None and report.hfu != report.mfu and size.width > 60 else ""
@@ -209,7 +212,9 @@ def memory(report: StepReport, size: Size) -> list[Line]:
     shares = [(letter, value / GIB) for letter, value in parts_of(fullest.memory) if value >= GIB / 20]
     rows += legend(shares, _words(MEMORY), "m-", size.width, 1 if size.compact else 2, 0, size.compact)
     rows += [[]] if not size.compact and len(rows) < size.roles + 3 else []
-    rows.append(line(dim("moment "), f"{role_name(fullest)}, {moment(fullest.memory.allocated.moment)}"))
+    host = fullest.memory.host
+    apart = f"host {gib(host.node_bytes or 0)}{f' of {gib(host.capacity_bytes)}' if host.capacity_bytes else ''} GiB a node; " if host else ""
+    rows.append(line(dim("moment "), f"{apart}{role_name(fullest)}, {moment(fullest.memory.allocated.moment)}"))
     return rows
 
 

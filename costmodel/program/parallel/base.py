@@ -68,6 +68,14 @@ class Strategy:
             state.append(Tensor("master weights", "master_weights", nbytes(self.inventory.numel, self.precision.master)))
         return state
 
+    def host_persistent(self, role: str) -> list[Tensor]:
+        """State in host memory before the first step."""
+        return []
+
+    def host_slack_bytes(self) -> int:
+        """What page-locked blocks of host memory hold beyond their tensors."""
+        return 0
+
     def batch(self) -> tuple[Tensor, ...]:
         """What a micro-batch puts on this rank."""
         return batch_tensors(self.run)

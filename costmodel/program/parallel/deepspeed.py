@@ -19,8 +19,6 @@ Sources: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, config.py (defaults
 arXiv 1910.02054 Table 1. Checked against DeepSpeed itself in tests/execute/test_deepspeed.py.
 """
 
-from collections.abc import Iterator
-
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
@@ -28,7 +26,7 @@ from costmodel.program.optimizer import Update, update_ops
 from costmodel.program.parallel.base import EMBEDDING, FIRST, HEAD, LAST, LAYER, ONLY, Strategy, collective, element_bytes
 from costmodel.program.parallel.ddp import Bucketed, Flush, arrival_order
 from costmodel.program.tape import GradReady
-from costmodel.spec import PlanError, Run
+from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 
 PERSISTENT = 100_000
@@ -116,10 +114,6 @@ class DeepSpeedZero(Bucketed):
     def during(self) -> bool:
         """Gradients are reduced while backward runs."""
         return self.stage > 1 or self.plan.overlap_grad_reduce
-
-    def refusals(self) -> Iterator[PlanError]:
-        if self.plan.offload != "none":
-            yield PlanError("plan.offload", self.plan.offload, "offload to host memory is not predicted yet.", "Use offload = none.")
 
     def roles(self) -> list[tuple[str, int, int]]:
         """The last rank is the one whose gradients come first in backward."""
@@ -298,6 +292,8 @@ class DeepSpeedZero3(DeepSpeedZero):
         small = [(p.numel, count) for unit, count in units for p in unit.params if p.numel <= PERSISTENT]
         self.small = [numel for numel, count in small for _ in range(count)] if self.n > 1 else []
         """Elements of the parameters that each rank has whole, beside its slices of them."""
+        self.resident = self.n == 1
+        """Parameters are where they are used."""
         self.at_once = inventory.numel - sum(self.small) <= min(self.plan.prefetch_bucket_params, self.plan.max_live_params)
         """Entering the model prefetches all of it at once, and it stays until its backward."""
         per = max(1, inventory.layer.numel)
@@ -363,10 +359,10 @@ class DeepSpeedZero3(DeepSpeedZero):
         return [(self._keeps(i), i == 0, i == last, i == last - self.kept_layers, below[i]) for i in range(last + 1)]
 
     def _prefetches(self) -> bool:
-        return self.plan.prefetch_bucket_params >= 1 and self.plan.max_live_params > self.inventory.layer.numel and self.n > 1
+        return self.plan.prefetch_bucket_params >= 1 and self.plan.max_live_params > self.inventory.layer.numel and not self.resident
 
     def before_forward(self, unit: str, index: int, micro: str) -> list[Op]:
-        if self.n == 1:
+        if self.resident:
             return []
         if self.at_once:
             return self._at_once(unit)
@@ -389,12 +385,12 @@ class DeepSpeedZero3(DeepSpeedZero):
         return [*self._gather("model", numel), *(op._replace(frees=()) for op in self._wait("model", numel, held))]
 
     def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
-        if self.n == 1 or self.at_once or (unit == LAYER and self._keeps(index)) or unit == HEAD:
+        if self.resident or self.at_once or (unit == LAYER and self._keeps(index)) or unit == HEAD:
             return []
         return [Op("deepspeed.release", "host", kernels=0, frees=(self._params(unit),))]
 
     def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
-        if self.n == 1 or unit in (HEAD, EMBEDDING) or self._keeps(index):
+        if self.resident or unit in (HEAD, EMBEDDING) or self._keeps(index):
             return []
         numel, first_missing = self._gathered(LAYER), self.inventory.layers - self.kept_layers - 1
         fetched = self._prefetches() and index < first_missing
@@ -405,7 +401,7 @@ class DeepSpeedZero3(DeepSpeedZero):
         return ops
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
-        if self.n == 1 or (unit == EMBEDDING and not self.at_once) or not self._gathered(unit):
+        if self.resident or (unit == EMBEDDING and not self.at_once) or not self._gathered(unit):
             return []
         return [Op("deepspeed.release", "host", kernels=0, frees=(self._params(unit),))]
 

@@ -1,6 +1,7 @@
 """Expert parallelism: the experts of each layer are dealt out to the ranks of an ep group; tokens travel to them and back.
 
-Divides the experts' work and their weights; adds no ranks: an ep group is ep consecutive ranks of dp_shard x cp (with Megatron's tp inside it), so
+Divides the experts' work and their weights; adds no ranks: an ep group is ep consecutive ranks of dp_shard x cp (with Megatron's tp inside it, or etp
+where experts are cut over other ranks: the ep groups then lie across dp_shard x cp x tp), so
 everything outside the experts stays data-parallel over all of them. Sends, per layer and micro-batch, over the ep group: two all-to-alls in forward
 (rows to their experts, results back) and two in backward, each of tokens x top_k x hidden elements; and once in forward how many rows each rank sends,
 which the host waits for. The gradients of an expert are reduced over the ranks that have the same experts (axis "edp"), those of all other weights over
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from math import comb
 
 from costmodel.program.ir import Comm
+from costmodel.program.parallel.tensor import TensorParallel
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 from costmodel.spec.parameters import Param
 from costmodel.spec.routing import busiest_rows, slots
@@ -40,13 +42,15 @@ def local_expert(p: Param, ep: int, t: int) -> Param:
 class ExpertParallel:
     """What one rank of an ep group holds and gets; with ep = 1 it sends nothing."""
 
-    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "dispatcher", "capacity")
+    __slots__ = ("n", "experts", "top_k", "imbalance", "hooks", "busiest", "event", "dispatcher", "capacity", "cut")
 
     def __init__(self, run: Run, *, busiest: bool = True) -> None:
         assert run.model.moe is not None
         self.n = run.plan.ep
         self.experts = run.model.moe.experts // self.n
         """Experts on this rank."""
+        self.cut = TensorParallel(run, experts=True)
+        """The ranks that cut each of them: all work on the tokens of all."""
         self.top_k = run.model.moe.top_k
         self.imbalance = run.recipe.moe_imbalance
         self.busiest = busiest
@@ -103,6 +107,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"a mixture of experts in none of {m.layers} layers", f"Use first_dense_layers < {m.layers}."),
             (m.moe.first_dense_layers > 0 and p.zero == 3 and p.checkpointing.group > 1, "plan.checkpointing.group", p.checkpointing.group,
              "checkpoints of several layers, of which some are dense, under FSDP", "Use checkpointing = full, or first_dense_layers = 0."),
+            (m.moe.first_dense_layers > 0 and pytorch and p.ep > 1 and p.pp > 1, "plan.ep", p.ep,
+             "PyTorch's expert parallelism in a pipeline of which some layers are dense", "Use pp = 1, ep = 1, or framework = megatron."),
             (m.moe.first_dense_layers > 0 and p.single_process, "model.moe.first_dense_layers", m.moe.first_dense_layers,
              "dense layers before a mixture of experts in DataParallel", "Use ddp."),
             (m.moe.expert_bias, "model.moe.expert_bias", True, "biases of experts", "Use expert_bias = false."),
@@ -111,10 +117,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
             (p.framework == "deepspeed", "plan.framework", p.framework, f"{word} in this dialect", "Use framework = pytorch or megatron."),
             (r.moe_capacity_factor is not None and p.ep_dispatcher != "alltoall", "recipe.moe_capacity_factor", r.moe_capacity_factor,
              f"capacities with the {p.ep_dispatcher} dispatcher", "Use ep_dispatcher = alltoall."),
-            (pytorch and p.cp > 1, "plan.cp", p.cp, f"{word} under PyTorch's context parallelism", "Use cp = 1, or framework = megatron."),
             (pytorch and p.tp > 1, "plan.tp", p.tp, f"{word} under PyTorch's tensor parallelism", "Use tp = 1, or framework = megatron."),
             (pytorch and p.ep > 1 and p.zero != 3, "plan.ep", p.ep, "PyTorch's expert parallelism without FSDP", "Use zero = 3, or ep = 1."),
-            (pytorch and p.ep > 1 and p.pp > 1, "plan.ep", p.ep, "PyTorch's expert parallelism in a pipeline", "Use pp = 1, ep = 1, or framework = megatron."),
             (pytorch and p.ep_overlap and p.ep > 1, "plan.ep_overlap", True, "all-to-alls that overlap compute in PyTorch's dialect",
              "Use ep_overlap = false, or framework = megatron."),
             (p.ep_dispatcher != "alltoall" and p.framework != "megatron", "plan.ep_dispatcher", p.ep_dispatcher, "another dispatcher than the all-to-all",
@@ -126,8 +130,9 @@ def refusals(run: Run) -> Iterator[PlanError]:
              "an auxiliary loss under loss scaling", "Use a bf16 precision, or aux_loss_coefficient = 0.")):
         if on:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
-    if m.moe.expert_ffn % p.tp:
-        yield PlanError("plan.tp", p.tp, f"model.moe.expert_ffn = {m.moe.expert_ffn} must be a multiple of tp.", "Use a tp that divides it.")
+    if m.moe.expert_ffn % p.expert_tp:
+        field, n = ("etp", p.etp) if p.etp else ("tp", p.tp)
+        yield PlanError(f"plan.{field}", n, f"model.moe.expert_ffn = {m.moe.expert_ffn} must be a multiple of {field}.", f"Use a {field} that divides it.")
     if p.tp > 1 and not p.sequence_parallel:
         yield PlanError("plan.sequence_parallel", False, "Megatron runs a mixture of experts under tensor parallelism with sequence parallelism only.",
                         "Use sequence_parallel = true, or tp = 1.")

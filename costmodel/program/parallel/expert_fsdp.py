@@ -17,7 +17,7 @@ from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
 from costmodel.program.parallel.base import LAST, LAYER, ONLY, collective, element_bytes
 from costmodel.program.parallel.expert import AXIS, REPLICAS
-from costmodel.program.parallel.fsdp import DENSE, FSDP
+from costmodel.program.parallel.fsdp import DENSE, FINISH, FSDP, ROOT
 from costmodel.spec import PlanError, Run
 
 EXPERTS = "experts"
@@ -47,13 +47,16 @@ class ExpertFSDP(FSDP):
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
+    def update(self, role: str) -> Update:
+        return super().update(role)._replace(expert_tensors=self.count[EXPERTS] * len(self.groups[EXPERTS].params))
+
     def _updates(self) -> tuple[Update, Update]:
         """What the optimizer of all other weights updates, and that of the experts: PyTorch's kernels take no weights of two meshes together."""
         p, layers = self.precision, self.count[EXPERTS]
-        whole = super().update("")
+        whole = self.update("")
         experts = self.groups[EXPERTS]
         mine = layers * self.local[EXPERTS]
-        count = layers * len(experts.params)
+        count = whole.expert_tensors
 
         def part(numel: int, tensors: int, largest: int) -> Update:
             return Update(numel, tensors, largest, p.parameter, p.gradient, p.optimizer_state, steps_on_device=self.steps_on_device, placed=True)
@@ -65,15 +68,14 @@ class ExpertFSDP(FSDP):
         return max(-(-q.shape[0] // self.n) * (q.numel // q.shape[0]) for g in groups for q in self.groups[g].params)
 
     def step(self, role: str, first: bool) -> list[Op]:
-        return [op for each in self._updates() for op in update_ops(self.recipe.optimizer, each, first=first)]
+        return [op for each in self._updates() if each.numel for op in update_ops(self.recipe.optimizer, each, first=first)]
 
     def clip(self, u: Update) -> list[Op]:
         """Norms of both kinds of shards, each summed over its mesh; that of the experts over the ep group too."""
-        rest, experts = self._updates()
         e, ops = element_bytes(u.grad), clip_ops(u.numel, u.tensors, u.grad, placed=u.placed)
-        sums = [collective(self.axis, "all-reduce", self.n, e * rest.tensors, u.grad, name="clip.all_reduce")]
+        sums = [collective(self.axis, "all-reduce", self.n, e * (u.tensors - u.expert_tensors), u.grad, name="clip.all_reduce")]
         if self.edp > 1:
-            sums.append(collective(REPLICAS, "all-reduce", self.edp, e * experts.tensors, u.grad, name="clip.all_reduce"))
+            sums.append(collective(REPLICAS, "all-reduce", self.edp, e * u.expert_tensors, u.grad, name="clip.all_reduce"))
         sums.append(collective(AXIS, "all-reduce", self.plan.ep, e, u.grad, name="clip.all_reduce"))
         return [ops[0], *sums, *ops[1:]]
 
@@ -120,7 +122,9 @@ class ExpertFSDP(FSDP):
     def at_mark(self, mark: str, phase: str, index: int, micro: str, *, again: bool) -> list[Op]:
         """Around the experts: gather before, let go after; in backward the other way round, with their reduction at its end."""
         if phase == "forward":
-            return self._enter_forward() if mark == ENTER else [work("fsdp.post_hook", FSDP_HOOK).freeing((self._params(EXPERTS),))] if self.reshard else []
+            if mark == ENTER:
+                return self._enter_forward() if self.gathers_in_forward(micro) else []
+            return [work("fsdp.post_hook", FSDP_HOOK).freeing((self._params(EXPERTS),))] if self.reshard else []
         if phase == "recompute":
             return self._enter_again() if mark == ENTER else self._leave_again()
         if mark == ENTER:
@@ -148,7 +152,9 @@ class ExpertFSDP(FSDP):
         return [Op("fsdp.recomputed", "host", kernels=0, frees=kept)] if kept else []
 
     def _reduce_experts(self, index: int, micro: str) -> list[Op]:
-        previous = None if index == self.inventory.layers - 1 else self.of(index + 1)
+        return self._reduced_experts(micro, None if index == self.inventory.layers - 1 else self.of(index + 1))
+
+    def _reduced_experts(self, micro: str, previous: str | None) -> list[Op]:
         ops = self._reduce(EXPERTS, micro, previous)
         if not (self.by_column and self.edp > 1):
             return ops
@@ -169,8 +175,21 @@ class ExpertFSDP(FSDP):
     def backward_end(self, micro: str) -> list[Op]:
         """The mean over all ranks: an expert's gradient is summed over the rows of its ep group, and averaged over its replicas alone."""
         ops = super().backward_end(micro)
-        if micro not in (ONLY, LAST):
-            return ops
+        return ops if self.pipelined or micro not in (ONLY, LAST) else [*ops, self._mean()]
+
+    def _mean(self) -> Op:
         shards = nbytes(self.count[EXPERTS] * self.local[EXPERTS], self.precision.gradient)
-        return [*ops, Op("experts.mean", "memory", nbytes=2.0 * shards, dtype=self.precision.gradient,
-                         kernels=max(1, self.count[EXPERTS] * len(self.groups[EXPERTS].params) // 30))]
+        return Op("experts.mean", "memory", nbytes=2.0 * shards, dtype=self.precision.gradient,
+                  kernels=max(1, self.count[EXPERTS] * len(self.groups[EXPERTS].params) // 30))
+
+    def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
+        """In the order of the modules: the root, then each layer and its experts."""
+        layers = self.inventory.layers
+        if not self.pipelined or not layers:
+            return super().after_micro_batches(left)
+        root = self._reduce(ROOT, FINISH, None)
+        first, again = (self._reduce(LAYER, FINISH, previous) for previous in (ROOT if root else None, EXPERTS))
+        experts = self._reduced_experts(FINISH, LAYER)
+        last = Tensor(f"reduce_scatter_in({EXPERTS})", "communication", self._bytes(EXPERTS, self.precision.reduce))
+        done = [Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,)), self._mean()]
+        return [(root, 1), ([*first, *experts], 1), ([*again, *experts], layers - 1), (done, 1)]

@@ -1,14 +1,14 @@
 """Megatron's data parallelism with expert parallelism: the experts have gradient buffers of their own.
 
 The gradients of experts are reduced, and with the distributed optimizer their master weights and moments sharded, over the ranks that have the same
-experts (edp = dp x cp / ep, of one instance); everything else over all of dp x cp. Source: NVIDIA/Megatron-LM core/distributed/distributed_data_parallel.py
-(expert_parallel_buffers), core/optimizer/__init__.py (expert parameters have their own groups).
+experts (edp = dp x cp x tp / (etp x ep), of one instance); everything else over all of dp x cp. Source: NVIDIA/Megatron-LM
+core/distributed/distributed_data_parallel.py (expert_parallel_buffers), core/optimizer/__init__.py (expert parameters have their own groups).
 """
 
 from costmodel.program.inventory import Inventory, UnitParams, nbytes, without_experts
 from costmodel.program.ir import Op
 from costmodel.program.layers import Numbers
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAYER, collective, element_bytes, repeated
+from costmodel.program.parallel.base import EMBEDDING, HEAD, LAST, LAYER, ONLY, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import Buckets, Flush
 from costmodel.program.parallel.expert import REPLICAS, is_expert
 from costmodel.program.parallel.megatron import MegatronDP
@@ -48,9 +48,13 @@ class MegatronExperts(MegatronDP):
             return found
         return list(zip(found, [()] * self.dense + self.expert_buckets.layers, strict=True))
 
+    def syncs(self, micro: str) -> bool:
+        """Ranks of one tp group may have the same experts though no data-parallel rank has the same of anything else."""
+        return micro in (ONLY, LAST) and (self.n > 1 or self.copies > 1)
+
     def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
         if unit in (EMBEDDING, HEAD) or not is_expert(ready.param):
-            return super().completes(unit, index, ready)
+            return super().completes(unit, index, ready) if self.n > 1 else None
         return self.expert_buckets.flush.get((LAYER, index - self.dense), {}).get(ready.param.name) if self.copies > 1 else None
 
     def _reduce(self, size: int, event: str, param: Param | None = None) -> list[Op]:
@@ -62,8 +66,8 @@ class MegatronExperts(MegatronDP):
         return self._reduce(size, "", self.expert)
 
     def backward_end(self, micro: str) -> list[Op]:
-        ops = super().backward_end(micro)
-        if not ops or self.copies == 1:
+        ops = super().backward_end(micro) if self.n > 1 else []
+        if not self.syncs(micro) or self.plan.pp > 1 or self.copies == 1:
             return ops
         if self.plan.overlap_grad_reduce:
             return [*ops, Op("megatron.wait_experts", "wait", kernels=0, event="expert grads")]
@@ -71,13 +75,19 @@ class MegatronExperts(MegatronDP):
 
     def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
         sends = super().after_micro_batches(left)
-        return [*sends, *repeated(self.expert_buckets.sizes, self._of_experts)] if sends and self.copies > 1 else sends
+        if self.copies == 1 or self.plan.overlap_grad_reduce:
+            return sends
+        return [*sends, *repeated(self.expert_buckets.sizes, self._of_experts)]
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        return super().gathers_in_forward or self.distributed and self.edp > 1 and self.plan.overlap_param_gather and self.plan.pp == 1
 
     def forward_begin(self, micro: str) -> list[Op]:
-        ops = super().forward_begin(micro)
-        if not ops or self.edp == 1:
+        ops = super().forward_begin(micro) if super().gathers_in_forward else []
+        if not self.forward_key(micro) or self.edp == 1:
             return ops
-        return [ops[0], *(self._expert_gather(size, "params") for size in self.expert_buckets.sizes), *ops[1:]]
+        return [*ops[:1], *(self._expert_gather(size, "params") for size in self.expert_buckets.sizes), *ops[1:]]
 
     def forward_end(self, micro: str) -> list[Op]:
         waits = self.forward_key(micro) and (len(self.buckets.sizes) > 1 or self.edp > 1)
@@ -90,7 +100,7 @@ class MegatronExperts(MegatronDP):
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
         sends = super().after_step(role)
-        if not sends or self.edp == 1:
+        if not self.sharded or self.edp == 1 or self.gathers_in_forward:
             return sends
         event = "params" if self.plan.overlap_param_gather else ""
         return [*sends, *repeated(self.expert_buckets.sizes, lambda size: [self._expert_gather(size, event)])]

@@ -34,6 +34,8 @@ class FSDP(Strategy):
     reads = ("reshard_after_forward", "backward_prefetch")
     sharded = ("parameters", "gradients", "optimizer")
     axis = "dp_shard"
+    keeps_shards = True
+    """A reduced shard of the gradients' dtype is the gradient."""
 
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
@@ -58,7 +60,7 @@ class FSDP(Strategy):
         """Ranks over which each group is sharded."""
         self.axes = dict.fromkeys(self.groups, self.axis)
         self.shard = {name: g.sharded_numel(self.n) for name, g in self.groups.items()}
-        self.local = {name: sum(_local(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
+        self.local = {name: sum(local_rows(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
                       for name, g in self.groups.items()}
         matrices = [q for q in inventory.layer.params if len(q.shape) == 2] if p.fp8_gather else []
         self.bytes_saved = sum(-(-q.shape[0] // self.n) * q.shape[1] for q in matrices) * (element_bytes(self.low) - 1)
@@ -87,7 +89,7 @@ class FSDP(Strategy):
 
     def update(self, role: str) -> Update:
         p = self.precision
-        largest = max(_local(q.shape[0], self.n) * (q.numel // q.shape[0]) for g in self.groups.values() for q in g.params)
+        largest = max(local_rows(q.shape[0], self.n) * (q.numel // q.shape[0]) for g in self.groups.values() for q in g.params)
         return Update(self._total(self.local), self.inventory.tensors, largest, p.parameter, p.gradient, p.optimizer_state,
                       steps_on_device=self.steps_on_device, placed=True)
 
@@ -326,10 +328,8 @@ class FSDP(Strategy):
                           frees=(Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, p.reduce)),)))
         ops.append(Op(f"fsdp.reduce_copy_in({group})", "memory", nbytes=float(nbytes(whole, in_dtype) + rs_in.nbytes), dtype=p.reduce,
                       kernels=2, allocs=(*self._cut_lookups(group), rs_in), frees=(*source, *self._cut_lookups(group))))
-        shard = Tensor(f"{group}.grad_shard", "gradients", self._bytes(group, p.gradient, whole=False), "reduce")
         fresh = first or finishing or (not self.sync_each and micro == LAST)
         same = p.reduce == p.gradient
-        keep = (shard,) if fresh else ()
         replicate = self.plan.dp_replicate
         if n > 1:
             done = "" if replicate > 1 else "reduce"
@@ -342,14 +342,20 @@ class FSDP(Strategy):
                 ops.append(Op("fsdp.hold(scattered)", "hold", kernels=0, event="scattered", axis="dp_replicate"))
             ops.append(collective("dp_replicate", "all-reduce", replicate, rs_out.nbytes, p.reduce, event="reduce", name=f"all_reduce({group})",
                                   inline=True))
-        holds = replicate > 1 and not (fresh and same) and not self.pipelined
-        tail = 0.0 if same and fresh else 2.0 * shard.nbytes + (shard.nbytes if not fresh else 0)
-        ops.append(Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
-                      allocs=keep, frees=() if holds else (rs_out,), axis=axis))
+        holds = replicate > 1 and not (fresh and same and self.keeps_shards) and not self.pipelined
+        ops += self._keep_shard(group, rs_out, fresh=fresh, holds=holds)
         if holds and group == ROOT:
             held = sum(self._bytes(g, p.reduce, whole=False) * self.count[g] for g in self.groups)
             ops.append(Op("fsdp.release_all_reduced", "host", kernels=0, frees=(rs_out._replace(nbytes=held),)))
         return ops
+
+    def _keep_shard(self, group: str, rs_out: Tensor, *, fresh: bool, holds: bool) -> list[Op]:
+        """The reduced shard becomes the gradient, or is added to it; `holds`: its buffer is released later."""
+        p = self.precision
+        shard = Tensor(f"{group}.grad_shard", "gradients", self._bytes(group, p.gradient, whole=False), "reduce")
+        tail = 0.0 if p.reduce == p.gradient and fresh else 2.0 * shard.nbytes + (shard.nbytes if not fresh else 0)
+        return [Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
+                   allocs=(shard,) if fresh else (), frees=() if holds else (rs_out,), axis=self.axes[group])]
 
     def _late_norm_sums(self, group: str) -> list[Op]:
         """Norm gradients that were accumulated as partial sums over tp, summed in the reduce dtype when they are reduced."""
@@ -421,6 +427,6 @@ class FSDP(Strategy):
         return []
 
 
-def _local(rows: int, n: int) -> int:
+def local_rows(rows: int, n: int) -> int:
     """Rows that rank 0 holds, without padding."""
     return min(rows, -(-rows // n))

@@ -22,7 +22,8 @@ from costmodel.spec.parameters import Param
 if TYPE_CHECKING:
     from costmodel.program.layers import Walk
 
-AXIS = "tp"
+AXIS, OF_EXPERTS = "tp", "etp"
+"""Ranks that cut every matrix; those that cut an expert's, where they are others."""
 COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "attention.q_b.", "attention.kv_b.",
           "mlp.gate.", "mlp.up.", "shared.gate.", "shared.up.")
 ROW = ("attention.out.weight", "mlp.down.weight", "shared.down.weight")
@@ -47,12 +48,14 @@ def local_param(p: Param, t: int, framework: str) -> Param:
 class TensorParallel:
     """What one rank of a tp group computes and sends; with tp = 1 it does nothing."""
 
-    __slots__ = ("t", "sp", "megatron", "fsdp", "late", "loss_parallel", "dispatches")
+    __slots__ = ("t", "sp", "megatron", "fsdp", "late", "loss_parallel", "dispatches", "axis")
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, experts: bool = False) -> None:
+        """With `experts` the ranks that cut an expert's matrices, each of which has tokens of its own."""
         p = run.plan
-        self.t = p.tp
-        self.sp = p.sequence_parallel and p.tp > 1
+        self.t = p.expert_tp if experts else p.tp
+        self.axis = AXIS if self.t == p.tp else OF_EXPERTS
+        self.sp = (p.sequence_parallel or experts) and self.t > 1
         self.megatron = p.framework == "megatron"
         self.late = self.megatron or p.zero != 3 or p.pp > 1 or run.micro_batches > 1 and not p.sync_each_micro_batch
         self.loss_parallel = p.tp > 1 and (p.loss_parallel or self.megatron)
@@ -92,7 +95,7 @@ class TensorParallel:
         """A collective of the tp group; `nbytes` is the whole tensor."""
         part = nbytes // self.t
         inside, outside = {"all-gather": (part, nbytes), "reduce-scatter": (nbytes, part)}.get(kind, (nbytes, nbytes))
-        return Comm(AXIS, kind, nbytes, inside, outside, dtype, self.t)
+        return Comm(self.axis, kind, nbytes, inside, outside, dtype, self.t)
 
     def enter(self, w: "Walk", x: Value, name: str) -> Value:
         """Before a column-parallel matmul: gather the sequence, or mark that the gradient must be summed over the ranks."""
