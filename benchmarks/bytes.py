@@ -156,7 +156,8 @@ def corner_cases() -> list[Case]:
     fused = {**DEEP, "fused_qkv": True}
     sandwich = {"norms_per_layer": 4, "norm_placement": "sandwich"}
     return [
-        case("single deep fused qk-norm composed", {**fused, **plain, "qk_norm": "full", **sandwich}, 1, "single", {"precision": "fp32"}, checkpointing="every:2"),
+        case("single deep fused qk-norm composed", {**fused, **plain, "qk_norm": "full", **sandwich}, 1, "single", {"precision": "fp32"},
+             checkpointing="every:2"),
         case("single deep fused composed", {**fused, **plain}, 1, "single", {"precision": "fp32"}),
         case("single deep composed dropout", DEEP, 1, "single", {"precision": "fp32", "dropout": 0.1}),
         case("single deep cpu autocast dropout", {**DEEP, "kv_heads": 8, "qk_norm": "full"}, 1, "single", {"precision": "bf16-mixed", "dropout": 0.1}, gpu=cpu),

@@ -106,7 +106,9 @@ class CudaTable:
             return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, causal)[0]
         if q.dtype == torch.float32:
             if q.shape[1] != k.shape[1]:
-                return composed_attention(q, k, v, p, causal) if p > 0 else aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]
+                if p > 0:
+                    return composed_attention(q, k, v, p, causal)
+                return aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]
             return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, causal)[0]
         if kind == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p, causal, False)[0]
