@@ -77,7 +77,7 @@ class Walk:
                  "vocab", "cached", "cached_flops", "matmuls", "style", "casts")
 
     def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
-        self.tape = Tape(DTYPE_BYTES)
+        self.tape = Tape(DTYPE_BYTES, numbers.compiled)
         self.run = run
         self.n = numbers
         self.batch = run.recipe.micro_batch
@@ -162,6 +162,7 @@ class Walk:
         fused = self.n.compiled
         if fused:
             moved = 0.0
+            x.read_bytes = min(x.read_bytes, y.ebytes)
         kernels = 0 if fused else 1
         back = Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype, kernels=kernels)
         self.tape.record(f"{x.name}.to_{dtype}", "memory", (x,), (y,), backs=(back,), nbytes=moved, dtype=dtype, kernels=kernels)
@@ -184,7 +185,8 @@ class Walk:
 
         CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row. Written out in elementary ops
         (fused_norm = false; counted at 34 bytes an element forward, 56 backward) it saves an fp32 copy of the input and the normalised
-        value; so does the CPU's RMSNorm, both in fp32.
+        value; so does the CPU's RMSNorm, both in fp32. Compiled, the matmuls' casts are part of its kernels, and the gradients that meet at its
+        input or output are read where they are needed; the weight's gradient is a reduction of its own, that reads both again.
         """
         model, r, n, tape = self.run.model, self.run.recipe, self.n, self.tape
         rows = x.numel // width
@@ -194,11 +196,11 @@ class Walk:
         ebytes = x.ebytes
         composed = not r.fused_norm and not n.compiled
         plain = composed or (n.table == "cpu" and not layer)
-        back_bytes = 56.0 * x.numel if plain else (4.0 if n.compiled else 3.0) * x.nbytes
+        read = self.e if n.compiled and name != "embedding_norm" and model.norm_placement == "pre" else ebytes
+        back_bytes = 56.0 * x.numel if plain else float(x.numel * (read + 2 * ebytes))
         backs = [Back("grad", "memory", 0, nbytes=back_bytes, dtype=x.dtype, kernels=14 if plain else 1)]
         if model.norm != "rmsnorm_no_weight":
-            moved = 0.0 if n.compiled else 2.0 * x.nbytes
-            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=moved, dtype=n.param, kernels=0 if n.compiled else 1), heads)
+            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=float(x.numel * (read + ebytes)), dtype=n.param), heads)
             if model.norm_bias and not heads:
                 backs += self._replicated(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=n.param), heads)
         fp32_rows = Tensor(f"{name}.rstd", "activations", rows * 4)
@@ -211,9 +213,10 @@ class Walk:
         elif layer:
             stat = rows * (4 if n.table == "cuda" else ebytes)
             stats = (Tensor(f"{name}.mean", "activations", stat), Tensor(f"{name}.rstd", "activations", stat))
-            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=stats, backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=stats, backs=tuple(backs), nbytes=float(x.numel * (ebytes + read)), dtype=x.dtype)
         elif n.table == "cuda":
-            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(fp32_rows,), backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(fp32_rows,), backs=tuple(backs), nbytes=float(x.numel * (ebytes + read)),
+                        dtype=x.dtype)
         else:
             widened = (Tensor(f"{name}.input.fp32", "activations", wide),) if ebytes != 4 else ()
             normed = () if model.norm == "rmsnorm_no_weight" else (Tensor(f"{name}.normed", "activations", wide),)
@@ -243,11 +246,11 @@ class Walk:
         return y
 
     def activation(self, x: Value, name: str) -> Value:
-        """An elementwise non-linearity: saves its input (ReLU its output; ReLU² both halves)."""
+        """An elementwise non-linearity, in compiled code one kernel: saves its input (ReLU its output; eager ReLU² both halves)."""
         kind = self.run.model.activation
         y = self.tape.value(f"{name}.act", x.numel, x.dtype)
         back = (Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype),)
-        if kind == "relu_squared":
+        if kind == "relu_squared" and not self.n.compiled:
             half = self.tape.value(f"{name}.relu", x.numel, x.dtype)
             self.tape.record(f"{name}.relu", "memory", (x,), (half,), saved=(half,), backs=back, nbytes=2.0 * x.nbytes, dtype=x.dtype)
             self.tape.record(f"{name}.square", "memory", (half,), (y,), saved=(half,), nbytes=2.0 * x.nbytes, dtype=x.dtype,
@@ -365,7 +368,7 @@ class Walk:
 
     def _checkpointed_core(self, q: Value, k: Value, v: Value) -> Value:
         """Attention alone is computed again in backward (Megatron's selective recompute, arXiv 2205.05198 section 5)."""
-        outer, self.tape = self.tape, Tape(DTYPE_BYTES)
+        outer, self.tape = self.tape, Tape(DTYPE_BYTES, self.n.compiled)
         entries = tuple(self.tape.input(t.name, t.numel, t.dtype) for t in (q, k, v))
         kept, self.cached = self.cached, []
         exit = self.attention_core(*entries)
