@@ -59,7 +59,7 @@ class Stage:
 
 
 TABLES = Stage("tables of kernels", ("attention.",), ("hardware.",), "twin", 0.0)
-RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "host.eager.", "host.collective_s", "step.fixed_s",
+RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "matmul.unaligned_batched", "host.eager.", "host.collective_s", "step.fixed_s",
                                "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter.", "moe."), ("hardware.", "software."), "model", 0.05)
 
 
