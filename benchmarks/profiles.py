@@ -59,8 +59,9 @@ class Stage:
 
 
 TABLES = Stage("tables of kernels", ("attention.",), ("hardware.",), "twin", 0.0)
-RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "matmul.unaligned_batched", "host.eager.", "host.collective_s", "step.fixed_s",
-                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter.", "moe."), ("hardware.", "software."), "model", 0.05)
+RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "matmul.unaligned_batched", "host.eager.", "host.collective_s",
+                               "step.fixed_s", "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter.", "moe."),
+             ("hardware.", "software."), "model", 0.05)
 
 
 def stage_fit(stage: Stage, evidence: Sequence[Evidence], say: Callable[[str], None]) -> tuple[Fit, dict[By, Held]]:
