@@ -70,6 +70,12 @@ def resolved_attention(run: Run) -> str:
     return "efficient" if run.model.heads == run.model.kv_heads or r.expand_kv else "math"
 
 
+def megatron_fuses_softmax(squares: int, seq: int, dtype: str) -> bool:
+    """Whether Megatron's kernel of scale, mask and softmax takes so many squares of scores (batch times heads of a rank): 16-bit, up to 4,096 long,
+    and four of each count (NVIDIA/Megatron-LM megatron/core/fusions/fused_softmax.py, is_kernel_available)."""
+    return dtype != "fp32" and 16 < seq <= 4096 and seq % 4 == 0 and squares % 4 == 0
+
+
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
@@ -400,9 +406,9 @@ class Walk:
     def eager_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Attention as matmul, scale, mask, softmax, dropout, matmul: the s² tensors of Korthikanti et al., 5·a·s²·b bytes.
 
-        Megatron's scaled, masked softmax is one kernel. Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2
-        bytes a score; scores themselves die. Causal
-        FLOPs are not halved: the whole square is computed.
+        Megatron's scaled, masked softmax is one kernel where it takes the shape; where not, an fp32 copy is scaled, masked, and its softmax cast
+        back (core/fusions/fused_softmax.py). Saved in 16-bit: softmax output 2 (4 in fp32), dropout mask 1, dropped probabilities 2 bytes a score;
+        scores themselves die. Causal FLOPs are not halved: the whole square is computed.
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         groups = m.heads // m.kv_heads
@@ -415,21 +421,24 @@ class Walk:
         self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=n.act,
                          backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, n.act),
                                 Back("grad_k", "matmul", 1, flops, moved, weighted, n.act)))
-        sb = scores.nbytes
-        scaled = self.tape.value("attention.scaled", scores_numel, n.act)
-        fused = n.compiled or n.attention == "math" or self.tp.megatron
-        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=n.act,
-                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
+        wide = self.tp.megatron and not megatron_fuses_softmax(b * self.heads, s, n.act)
+        if wide:
+            scores = self.cast(scores, "fp32")
+        sb, dtype = scores.nbytes, scores.dtype
+        scaled = self.tape.value("attention.scaled", scores_numel, dtype)
+        fused = n.compiled or n.attention == "math" or self.tp.megatron and not wide
+        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=dtype,
+                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=dtype),))
         masked = scaled
         if self.run.recipe.causal:
-            masked = self.tape.value("attention.masked", scores_numel, n.act)
-            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act,
-                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=n.act),))
-        soft = "fp32" if n.autocast else n.act
+            masked = self.tape.value("attention.masked", scores_numel, dtype)
+            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=dtype,
+                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=dtype),))
+        soft = "fp32" if n.autocast else dtype
         probs = self.tape.value("attention.probs", scores_numel, soft)
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
-        used = self.cast(self.dropout(probs, "attention.probs"), n.act)
+        used = self.cast(self.dropout(self.cast(probs, n.act) if wide else probs, "attention.probs"), n.act)
         out = self.tape.value("attention.core", q.numel, n.act)
         self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=weighted, dtype=n.act,
                          backs=(Back("grad_p", "matmul", 0, flops, moved, scored, n.act), Back("grad_v", "matmul", 1, flops, moved, weighted, n.act)))
