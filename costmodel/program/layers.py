@@ -240,11 +240,11 @@ class Walk:
         return [back._replace(gives=None, temp_bytes=nbytes), total]
 
     def rope(self, x: Value, name: str, fraction: float) -> Value:
-        """q·cos + rotate_half(q)·sin; the constants are not saved activations."""
+        """q·cos + rotate_half(q)·sin, in Megatron one kernel of Transformer Engine (apply_rope_fusion); the constants are not saved activations."""
         if fraction == 0:
             return x
         y = self.tape.value(f"{name}.rotated", x.numel, x.dtype)
-        fused = self.n.compiled
+        fused = self.n.compiled or self.tp.megatron
         moved = (2.0 if fused else 9.0) * x.nbytes * fraction
         temp = 0 if fused else 2 * x.nbytes
         self.tape.record(f"{name}.rope", "memory", (x,), (y,), nbytes=moved, dtype=x.dtype, kernels=1 if fused else 5, temp_bytes=temp,
@@ -294,16 +294,17 @@ class Walk:
         return y
 
     def add(self, x: Value, y: Value, name: str) -> Value:
-        """The residual sum; compiled, it is part of the norm that reads it. Its gradient reaches both inputs as one tensor; an input of
-        lower precision gets a cast copy."""
+        """The residual sum; compiled, it is part of the norm that reads it; in Megatron of the dropout before it (core/fusions/fused_bias_dropout.py).
+        Its gradient reaches both inputs as one tensor; an input of lower precision gets a cast copy."""
         out = self.tape.value(name, x.numel, x.dtype)
-        moved = float(y.nbytes + out.nbytes + (0 if self.n.compiled else x.nbytes))
+        after_dropout = self.tp.megatron and y.made_by >= 0 and self.tape.nodes[y.made_by].name.endswith(".dropout")
+        moved = float(x.nbytes if after_dropout else y.nbytes + out.nbytes + (0 if self.n.compiled else x.nbytes))
         if x.dtype == y.dtype:
             back = Back("grad", "memory", 1, alias=True)
         else:
             back = Back("grad", "memory", 1, nbytes=float(x.nbytes + y.nbytes), dtype=y.dtype)
         self.tape.record(name, "memory", (x, y), (out,), backs=(Back("grad", "memory", 0, alias=True), back), nbytes=moved, dtype=x.dtype,
-                         kernels=0 if self.n.compiled else 1)
+                         kernels=0 if self.n.compiled or after_dropout else 1)
         return out
 
     # -- attention -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 Oracle: inductor's scheduler after fusion, `python -m benchmarks.inductor` (torch 2.13, CPU): bytes that the fused kernels of one layer among others,
 and of the loss, read and write. The CPU's kernels fuse a sum with the norm that reads it less often than the GPU's.
+Megatron's kernels fused by hand: Megatron-LM core/fusions, Transformer Engine's fused rotary embedding.
 """
 
 from typing import Any
@@ -39,3 +40,16 @@ def test_a_compiled_loss_moves_eight_bytes_a_logit() -> None:
     for phase in ("forward", "backward"):
         norm = 7 * 2 * ELEMENTS  # what the final norm moves, at most
         assert moved(GATED, "head", phase, "bf16-pure") == pytest.approx(4.03 * LOGITS, abs=norm)
+
+
+def test_megatron_rotates_in_one_kernel_and_drops_and_adds_in_another() -> None:
+    """Queries and keys are read and written once each (fused_rope.py); bias_dropout_add reads the branch and the residual, and writes the sum and
+    a mask of one byte (fused_bias_dropout.py). Each tensor of the stream has 2 bytes an element."""
+    run = build_run(model={**GATED, "kv_heads": 2}, cluster={"gpu": "h100", "gpus": 1}, plan={"framework": "megatron"},
+                    recipe={"micro_batch": BATCH, "seq_len": SEQ, "precision": "bf16-mixed", "dropout": 0.1})
+    ops = [op for b in expand(build(run).roles[0].step) if b.name == "layer" and b.phase == "forward" for op in b.ops if op.kind == "memory"]
+    layers = MODEL["layers"]
+    for words, kernels, expected in ((("rope",), 2, 2 * 4), ((".dropout", "hidden", "attention.residual"), 2, 2 * (6 + 1))):
+        found = [op for op in ops if op.name.endswith(words)]
+        assert sum(op.kernels for op in found) == layers * kernels
+        assert sum(op.nbytes for op in found) == layers * expected * ELEMENTS
