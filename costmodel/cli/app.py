@@ -10,6 +10,7 @@ from costmodel.cli import listing
 from costmodel.cli.compare import compare
 from costmodel.cli.explain import explain
 from costmodel.cli.guard import DOES_NOT_FIT, GuardedGroup, InputError, set_debug
+from costmodel.cli.importing import import_
 from costmodel.cli.mesh import mesh
 from costmodel.cli.oom import MessageCommand, oom
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
@@ -87,6 +88,7 @@ def predict(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+app.command("import")(import_)
 app.command(cls=SectionedCommand)(mesh)
 app.command(cls=MessageCommand)(oom)
 app.command(cls=SectionedCommand)(schedule)

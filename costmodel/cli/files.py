@@ -1,10 +1,14 @@
-"""Run files in (TOML, YAML, JSON), results out."""
+"""Run files in (TOML, YAML, JSON), files of other programs too; results out."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodel.atomic import write_atomically
-from costmodel.cli.guard import InputError
+from costmodel.cli.guard import InputError, shown
+
+if TYPE_CHECKING:
+    from costmodel.foreign.said import Foreign
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
@@ -52,56 +56,15 @@ def _nearby(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> Any:
-    kind = path.suffix.lower()
-    if kind == ".toml":
-        import tomllib
-        try:
-            return tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, ValueError) as error:
-            raise _broken(path, "TOML", f"{error}", text) from None
-    if kind == ".json":
-        import json
-        try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
-        except json.JSONDecodeError as error:
-            raise _broken(path, "JSON", f"{error.msg} (at line {error.lineno}, column {error.colno})", text) from None
-        except ValueError as error:
-            raise _broken(path, "JSON", str(error), text) from None
-    return _parse_yaml(path, text)
+    from costmodel.foreign.data import SyntaxFault, parse
 
+    def twice(key: str, line: int | None) -> None:
+        raise InputError(f"{path}: {key} appears twice in one table{f' (again at line {line})' if line else ''}. Leave one out.")
 
-def _parse_yaml(path: Path, text: str) -> Any:
-    import re
-
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML 1.2's floats: 3e-4 is a number, not a word. A key may appear once."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [(key.value, key.start_mark.line + 1) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            _once(path, [(f"{key}", line) for key, line in keys], [line for _, line in keys])
-            return super().construct_mapping(node, deep)
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise _broken(path, "YAML", f"{error.problem or error.context}{where}", text) from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise _broken(path, "YAML", " ".join(str(error).split()), text) from None
-
-
-def _once(path: Path, pairs: list[tuple[str, Any]], lines: list[int] | None = None) -> dict[str, Any]:
-    """The mapping of these pairs, where no key appears twice: which of two values is meant, a file cannot say."""
-    seen: set[str] = set()
-    for i, (key, _) in enumerate(pairs):
-        if key in seen:
-            raise InputError(f"{path}: {key} appears twice in one table{f' (again at line {lines[i]})' if lines else ''}. Leave one out.")
-        seen.add(key)
-    return dict(pairs)
+        return parse(path.suffix.lower(), text, twice)
+    except SyntaxFault as error:
+        raise _broken(path, error.kind, error.problem, text) from None
 
 
 def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:
@@ -114,6 +77,36 @@ def _broken(path: Path, kind: str, problem: str, text: str) -> InputError:
         line = lines[int(found[1]) - 1].strip()
         message += f" That line reads: {line if len(line) <= 60 else line[:57] + '...'}"
     return InputError(message)
+
+
+def read_foreign_file(path: Path, given: Mapping[str, str], kind: str | None = None) -> "Foreign":
+    """What a file says of a run; what prevents reading it is an InputError."""
+    from costmodel.foreign.data import SyntaxFault
+    from costmodel.foreign.detect import read_foreign
+    from costmodel.spec import PlanError
+    text = _text(path)
+    try:
+        return read_foreign(str(path), text, given, kind)
+    except SyntaxFault as error:
+        raise _broken(path, error.kind, error.problem, text) from None
+    except RecursionError:
+        raise InputError(f"{path}: it is nested too deeply.") from None
+    except PlanError as error:
+        where = "" if error.field == str(path) else f"{path}: "
+        value = "" if error.value is None else f" = {shown(error.value)}"
+        raise InputError(f"{where}{error.field}{value}: {error.rule} {error.fix}") from None
+
+
+def model_of(path: Path) -> dict[str, Any]:
+    """The model of a file, as a table of fields, for a run that is given by flags."""
+    found = read_foreign_file(path, {})
+    model = found.given().get("model")
+    if not isinstance(model, dict) or found.params is None:
+        why = ", ".join(found.missing) or f"a file of {found.program}"
+        raise InputError(f"--model {path}: it does not say a whole model ({why}). `costmodel import` takes what it needs beside it.")
+    if found.lost:
+        raise InputError(f"--model {path}: no field of a run says {found.lost[0]}. `costmodel import` makes a run file without it.")
+    return {"name": path.stem if path.stem != "config" else path.absolute().parent.name, **model}
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -45,7 +45,7 @@ class Flag(NamedTuple):
 MODEL, SPREAD, STEP = "Model and machines", "How the step is spread", "What a step computes"
 FLAGS: tuple[Flag, ...] = (
     Flag("--params", "params", "word", "Parameter count: 350M, 1B, 70e9. Takes a Llama-style shape within 1% and says which."),
-    Flag("--model", "model", "word", "A model by name (`costmodel list models`), instead of --params."),
+    Flag("--model", "model", "word", "A model by name (`costmodel list models`), or its config.json."),
     Flag("--gpus", "cluster.gpus", "whole", "GPUs of the job: the world size. Default: the product of the degrees."),
     Flag("--nodes", "cluster.nodes", "whole", "Nodes they are spread over. Default: as few as hold them."),
     Flag("--gpu", "cluster.gpu", "word", "GPU by name (`costmodel list gpus`). Default: h100_sxm."),
@@ -247,6 +247,9 @@ def _merge(mapping: dict[str, Any], origins: dict[str, Origin], flags: Mapping[s
     for field, written in flags.items():
         flag = BY_FIELD[field]
         value = flag_value(flag, written)
+        if field == "model" and str(value).lower().endswith(".json"):
+            from costmodel.cli.files import model_of
+            value = model_of(Path(str(value)))
         text = (flag.name if value else f"--no-{flag.name[2:]}") if flag.kind == "switch" else f"{flag.name} {shown(written)}"
         _drop_rivals(mapping, origins, field, value)
         _assign(mapping, origins, field, value, Origin(text, True))

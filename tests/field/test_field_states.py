@@ -274,7 +274,7 @@ def test_the_largest_tensor_bounds_what_zero_1_saves() -> None:
     ({"base": "llama-3.1-405b", "layers": 128, "kv_heads": 16}, 416_523_763_712)])
 def test_shapes_that_files_describe_have_their_parameters(model: Any, params: int) -> None:
     """F01 bigscience's tr11-176B-ml.slurm; F04 nanotron's config_tiny_llama.yaml (2.42B, not tiny); F10 torchtitan's llama3_405b.toml; F13 SimuMax's
-    llama3-405b_padding_128.json (416.5B, not Llama's 405.85B). The files themselves are not read."""
+    llama3-405b_padding_128.json (416.5B, not Llama's 405.85B). tests/foreign reads the files themselves."""
     assert run_of(model=model).model.params == params
 
 

@@ -1,0 +1,1 @@
+"""Configuration files of other training programs, and what they say of a run."""
