@@ -16,6 +16,7 @@ from costmodel.cost.network import Group, network_costs
 from costmodel.cost.prices import RunPrices
 from costmodel.memory import memory_of
 from costmodel.program.build import Program
+from costmodel.program.host import IN_PYTHON, TENSOR
 from costmodel.program.ir import Op
 from costmodel.repricing import program_of, step_seconds
 from costmodel.spec import Run
@@ -81,7 +82,9 @@ class StepEvidence:
         if not any(point.figure == "time" for point in self.points) or key.startswith("scatter."):
             return False
         compiled, tp = self.run.recipe.compile, self.run.plan.tp > 1
-        mode = {"moe.": self.run.model.moe is not None, "host.eager.": not compiled, "host.compile.": compiled,
+        python, p = self.run.plan.framework == "pytorch", self.run.plan
+        mode = {"host.dtensor.": python and (tp or p.zero == 3), "host.fsdp.": python and p.zero == 3, "host.context.": p.cp > 1,
+                "moe.": self.run.model.moe is not None, "host.eager.": not compiled, "host.compile.": compiled,
                 "host.graph.": compiled and self.run.recipe.cuda_graphs, "tp.": tp,
                 "link.": self.run.cluster.gpus > 1, "jitter.": self.run.cluster.gpus > 1, "overlap.": self.run.cluster.gpus > 1}
         return all(on for prefix, on in mode.items() if key.startswith(prefix))
@@ -160,7 +163,8 @@ class HostEvidence:
     def log_predicted(self, profile: Profile) -> list[float]:
         prices = RunPrices(self.run, profile)
         cost = {**{f"launch {phase}": s for phase, s in prices.launch.items()}, "collective": prices.collective_host_s,
-                "per tensor": prices.per_tensor_s, "fixed": prices.fixed}
+                "per tensor": prices.work_s(TENSOR, "optimizer"), "fixed": prices.fixed,
+                **{f"{cause} {phase}": prices.work_s(cause, phase) for cause in IN_PYTHON for phase in ("forward", "backward")}}
         return [math.log(sum(n * cost[name] for name, n in count.items())) for count in self.counts]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from costmodel.catalog.profiles import Profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, build
+from costmodel.program.host import CONTEXT, DTENSOR, FSDP_HOOK
 from costmodel.program.layers import resolved_attention
 from costmodel.program.replicas import build_replicas
 from costmodel.program.stages import build_pipeline
@@ -74,6 +75,10 @@ def time_log_sd(run: Run, program: Program, profile: Profile, time: TimeReport) 
         host = math.hypot(sd("host.multiplier"), HALF * sd(launch), HALF * sd(back))
         spreads.append(((moved(["host.multiplier"], host, 1.0) + moved(["host.multiplier"], host, -1.0)) / 2, host))
         kernels -= spreads[-1][0]
+        for keys in _in_python(run):
+            spread = math.hypot(*(HALF * sd(key) for key in keys))
+            spreads.append((moved(keys, spread, 1.0), spread))
+            kernels -= spreads[-1][0]
     if run.cluster.gpus > 1 and time.communication_s:
         links = [f"link.{kind}.share" for kind in dict.fromkeys(level.kind for level in run.cluster.levels)]
         slower = sd("tp.compile_factor" if run.recipe.compile else "tp.eager_factor") if run.plan.tp > 1 else 0.0
@@ -90,6 +95,14 @@ HALF = 0.5
 """Of the host's launches are in forward, and as many in backward: either may be off without the other."""
 SMALL = 1e-3
 """Step of a derivative where a constant is taken as certain."""
+
+
+def _in_python(run: Run) -> list[list[str]]:
+    """The constants of Python's own work that a run has, by cause."""
+    p = run.plan
+    python = p.framework == "pytorch"
+    causes = {DTENSOR: python and p.tp > 1, FSDP_HOOK: python and p.zero == 3, CONTEXT: p.framework != "megatron" and p.cp > 1}
+    return [[f"host.{cause}.forward_s", f"host.{cause}.backward_s"] for cause, on in causes.items() if on]
 
 
 def _kernels(run: Run, profile: Profile, share: Mapping[str, float], whole: float) -> list[Bounds]:

@@ -41,11 +41,7 @@ class Prices(Protocol):
     @property
     def collective_host_s(self) -> float: ...
 
-    @property
-    def per_tensor_s(self) -> float: ...
-
-    @property
-    def call_s(self) -> float: ...
+    def work_s(self, cause: str, phase: str) -> float: ...
 
     def route_s(self, experts: int) -> float: ...
 
@@ -125,9 +121,9 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
             if not op.again:
                 busy[kind] = busy.get(kind, 0.0) + seconds
                 flops[kind] = flops.get(kind, 0.0) + op.flops
-        elif kind == "host" or kind == "call":
+        elif kind == "host":
             if kernels:
-                host += host_s(op, prices)
+                host += host_s(op, prices, phase)
                 if host > longest:
                     longest = host
             continue
@@ -137,7 +133,7 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
                 before += host
                 host = device = longest = 0.0
             if kind == "route":
-                stalled = host_s(op, prices)
+                stalled = host_s(op, prices, phase)
                 before += stalled
                 steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, stalled, 0.0, stalled, "", "", 0.0)]
                 continue
@@ -162,11 +158,11 @@ def compile_block(block: Block, prices: Prices) -> Compiled:
     return Compiled(tuple(steps), phase, busy, flops, before + host, tuple(sent), stretch)
 
 
-def host_s(op: Op, prices: Prices) -> float:
-    """Seconds of work of the host alone: of an op of kind host, call or route."""
+def host_s(op: Op, prices: Prices, phase: str) -> float:
+    """Seconds of work of the host alone: of an op of kind host or route."""
     if op.kind == "route":
         return prices.route_s(op.kernels)
-    return (prices.per_tensor_s if op.kind == "host" else prices.call_s) * op.kernels
+    return prices.work_s(op.axis, phase) * op.kernels
 
 
 def _other_stream(op: Op, launch: float, prices: Prices) -> Step:
@@ -200,14 +196,14 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             busy[name] = busy.get(name, 0.0) + launched + seconds
             if name in ("matmul", "attention"):
                 flops[name] = flops.get(name, 0.0) + op.flops
-        elif kind in ("host", "call"):
-            launched, seconds = host_s(op, prices), 0.0
+        elif kind == "host":
+            launched, seconds = host_s(op, prices, block.phase) if kernels else 0.0, 0.0
             if launched:
                 busy["memory"] = busy.get("memory", 0.0) + launched
         else:
             launched = prices.collective_host_s if op.comm is not None and op.comm.group > 1 else 0.0
         host += launched
-        if kind in COMPUTE_KINDS or kind in ("host", "call"):
+        if kind in COMPUTE_KINDS or kind == "host":
             chunk += launched + seconds
             continue
         if chunk:
@@ -221,7 +217,7 @@ def _compile_synchronous(block: Block, prices: Prices) -> Compiled:
             code = ISSUE if op.event and not op.inline else BLOCKING
             steps.append((code, 0.0, launched + prices.collective_s(op.comm), 0.0, op.comm.axis, op.event, 0.0))
         elif kind == "route":
-            stalled = host_s(op, prices)
+            stalled = host_s(op, prices, block.phase)
             host += stalled
             busy["memory"] = busy.get("memory", 0.0) + stalled
             steps += [(SYNC, 0.0, 0.0, 0.0, "", "", 0.0), (CHUNK, 0.0, stalled, stalled, "", "", 0.0)]

@@ -240,7 +240,7 @@ def _groups(block: Block) -> list[list[Op]]:
         if op.kind in COMPUTE_KINDS:
             if op.kernels or op.nbytes or op.flops:
                 chunk.append(op)
-        elif op.kind in ("host", "call"):
+        elif op.kind == "host":
             if op.kernels:
                 chunk.append(op)
         else:
@@ -265,7 +265,7 @@ def _kernels(phase: str, ops: list[Op], compute: float, host: float, end: float,
             start = max(at, host)
             at = start + prices.device_s(op)
         else:
-            host += host_s(op, prices)
+            host += host_s(op, prices, phase)
             start = at = max(at, host)
         placed.append((before, host, start, at, op))
     slower = (end - compute) / (at - compute) if at > compute else 1.0
@@ -286,8 +286,8 @@ def _on_one_thread(phase: str, ops: list[Op], begin: float, end: float, scan: Sc
     prices = scan.prices
     seconds = []
     for op in ops:
-        if op.kind in ("host", "call", "route"):
-            seconds.append(host_s(op, prices))
+        if op.kind in ("host", "route"):
+            seconds.append(host_s(op, prices, phase))
         else:
             seconds.append(prices.launch_s(phase) * op.kernels + prices.device_s(op))
     whole = sum(seconds)

@@ -96,7 +96,7 @@ def test_the_explorer_stands_on_costmodel_alone(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "calibrate").rglob("*.py")), ids=module_name)
 def test_calibrate_uses_execute_only_to_measure_and_scipy_is_only_there(path: Path) -> None:
     tops = {name.partition(".")[0] for name in imports(path)}
-    measures = module_name(path) in ("calibrate.cli", "calibrate.probe.run")
+    measures = module_name(path) in ("calibrate.cli", "calibrate.probe.python", "calibrate.probe.run")
     assert tops.isdisjoint({"textual", "tui", "benchmarks", *(() if measures else ("execute",))})
 
 

@@ -25,7 +25,7 @@ class Clock:
         """(seconds of the work, seconds of the reference kernel), repeat by repeat, each the mean of a burst."""
         started = time.perf_counter()
         times = max(1, round(BURST_S / max(1e-7, self._warm(work))))
-        references = max(1, round(BURST_S / max(1e-7, self._warm(self.reference))))
+        references = self._references()
         values: list[float] = []
         beside: list[float] = []
         while len(values) < self.repeats and (len(values) < 2 or time.perf_counter() - started < self.budget_s):
@@ -33,6 +33,13 @@ class Clock:
             values.append(self._burst(work, times))
             beside.append((before + self._burst(self.reference, references)) / 2)
         return tuple(values), tuple(beside)
+
+    def reference_s(self) -> float:
+        """Seconds of the reference kernel, the mean of a burst."""
+        return self._burst(self.reference, self._references())
+
+    def _references(self) -> int:
+        return max(1, round(BURST_S / max(1e-7, self._warm(self.reference))))
 
     def _warm(self, work: Work) -> float:
         """Seconds of one call once caches and kernels are loaded."""

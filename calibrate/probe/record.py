@@ -9,14 +9,16 @@ from typing import Any, Literal
 from calibrate.evidence import CollectiveEvidence, ContentionEvidence, DirectEvidence, Evidence, HostEvidence, KernelEvidence, Point
 from costmodel.catalog.profiles import load_profile
 from costmodel.cost.network import group_of
+from costmodel.program.host import IN_PYTHON
 from costmodel.program.ir import Op
 from costmodel.records import Environment
 from costmodel.spec import Model, Plan, Recipe, Run
 from costmodel.spec.cluster import Cluster
 
 SCHEMA = 1
-Kind = Literal["matmul", "attention", "memory", "copy", "launch", "tensor", "collective", "contention", "context"]
-NOISE = {"matmul": 0.1, "attention": 0.15, "memory": 0.15, "copy": 0.1, "launch": 0.1, "tensor": 0.2, "collective": 0.2, "contention": 0.1, "context": 0.05}
+Kind = Literal["matmul", "attention", "memory", "copy", "launch", "tensor", "python", "collective", "contention", "context"]
+NOISE = {"matmul": 0.1, "attention": 0.15, "memory": 0.15, "copy": 0.1, "launch": 0.1, "tensor": 0.2, "python": 0.15, "collective": 0.2, "contention": 0.1,
+         "context": 0.05}
 """Standard deviation of log(predicted / measured) that the formulas leave, before residuals say how much."""
 PHASES = ("forward", "backward", "recompute")
 
@@ -30,7 +32,8 @@ class Sample:
     """One thing timed, several times.
 
     matmul, attention, memory, copy: an Op of the cost model, by its dims, dtype, flops, nbytes and kernels. launch: host seconds of issuing
-    one kernel (`name` is the phase). tensor: host seconds of an optimizer step per tensor. collective: `name` is its kind, `group` its
+    one kernel (`name` is the phase). tensor: host seconds of an optimizer step per tensor. python: host seconds of what a strategy does for one
+    layer, `counts` how often each price is paid for it. collective: `name` is its kind, `group` its
     ranks, nbytes in the convention of ir.Comm. contention: a kernel and a collective together, and in `alone_s` each alone. context: bytes.
     """
 
@@ -47,6 +50,7 @@ class Sample:
     kernels: int = 1
     group: int = 1
     alone_s: tuple[float, float] | None = None
+    counts: dict[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -132,11 +136,22 @@ def probe_evidence(probe: Probe, base: str | None = None) -> list[Evidence]:
         elif kind in ("launch", "tensor"):
             counts = tuple({"per tensor" if kind == "tensor" else f"launch {s.name}": 1.0} for s in samples)
             out.append(HostEvidence(run, profile, points, counts))
+        elif kind == "python":
+            out.append(HostEvidence(run, profile, points, tuple(_known(s) for s in samples)))
         elif kind == "contention":
             out.append(ContentionEvidence(profile, points, tuple(s.alone_s for s in samples if s.alone_s)))
         elif profile.value("memory.context_bytes") > 0:
             out.append(DirectEvidence(profile, points, ("memory.context_bytes",) * len(points)))
     return out
+
+
+def _known(sample: Sample) -> dict[str, float]:
+    """What a sample of a strategy's work is made of. Raises ProbeError at a price that there is not."""
+    known = [f"{what} {phase}" for what in ("launch", *IN_PYTHON) for phase in ("forward", "backward")]
+    for price in sample.counts or {"": 0.0}:
+        if price not in (*known, "collective"):
+            raise ProbeError(f"{sample.label} counts {price!r}, which is no price of the host: those are collective, {', '.join(known)}.")
+    return sample.counts
 
 
 def _kernel_kind(kind: Kind) -> Literal["matmul", "attention", "memory", "copy"]:

@@ -9,6 +9,7 @@ from calibrate.probe.clock import Clock
 from calibrate.probe.collectives import collective_samples
 from calibrate.probe.kernels import context_samples, kernel_samples, launch_samples
 from calibrate.probe.machine import detect
+from calibrate.probe.python import python_samples
 from calibrate.probe.record import Probe, Sample
 from execute.observe.environment import environment, usable_cores
 
@@ -33,6 +34,8 @@ def probe_machine(device: str, ranks: int | None, gpu: str | None, quick: bool, 
             say(f"{len(samples)} samples: {sample.label}")
 
         for sample in launch_samples(device, clock):
+            take(sample)
+        for sample in python_samples(device, cluster.accelerator, clock):
             take(sample)
         for sample in kernel_samples(device, clock, dtypes, (2e12 if big else 5e9 if quick else 2e10), (4e9 if big else 2e8 if quick else 8e8)):
             take(sample)

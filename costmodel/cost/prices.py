@@ -3,6 +3,7 @@
 from costmodel.catalog.profiles import Profile
 from costmodel.cost.compute import ComputeCosts, compute_costs, slowed
 from costmodel.cost.network import Group, NetworkCosts, group_of, network_costs
+from costmodel.program.host import COMPILE, IN_PYTHON, PLACED, TENSOR
 from costmodel.program.ir import Comm, Op
 from costmodel.spec import Run
 
@@ -73,7 +74,7 @@ class RunPrices:
                 self.launch[phase] *= run.plan.dp
         self.collective_host_s = profile.value("host.collective_s") * multiplier
         which = {"foreach": "foreach_s", "fused": "fused_s", "for-loop": "for_loop_s"}[r.optimizer.implementation]
-        self.per_tensor_s = profile.value(f"host.optimizer.{which}") * multiplier
+        tensor_s = profile.value(f"host.optimizer.{which}") * multiplier
         self.contention = run.plan.contention if run.plan.contention is not None else profile.value("overlap.contention")
         self.megatron = run.plan.framework == "megatron"
         overlap = run.plan.tp_overlap
@@ -82,7 +83,13 @@ class RunPrices:
         slower = profile.value("tp.compile_factor" if r.compile else "tp.eager_factor")
         self.tp_factor = profile.value("tp.userbuffers_factor") if overlap == "userbuffers" else self.tp_exposed * slower
         """Time of a gather or scatter of the sequence over that of the plain collective."""
-        self.call_s = profile.value("host.graph.launch_s" if r.cuda_graphs else "host.compile.region_s") * multiplier if r.compile else 0.0
+        call_s = profile.value("host.graph.launch_s" if r.cuda_graphs else "host.compile.region_s") * multiplier if r.compile else 0.0
+        self.work = {TENSOR: (tensor_s, tensor_s), COMPILE: (call_s, call_s)}
+        """Host seconds of a unit of each cause, in forward and in backward. Python's own take as long beside any device: multipliers are of launches."""
+        for cause in IN_PYTHON:
+            self.work[cause] = profile.value(f"host.{cause}.forward_s"), profile.value(f"host.{cause}.backward_s")
+        placed_s = profile.value("host.dtensor.tensor_s")
+        self.work[PLACED] = placed_s, placed_s
         scaled = (profile.get("moe.graph_factor", 1.0) if r.cuda_graphs else 1.0) * multiplier / 2
         self.routing = scaled * profile.get("moe.layer_s", 0.0), scaled * profile.get("moe.local_expert_s", 0.0)
         """Host seconds of one pass of a layer's token dispatcher: for itself, and for each local expert; the constants are of both passes."""
@@ -104,6 +111,10 @@ class RunPrices:
     def launch_s(self, phase: str) -> float:
         """Host seconds of one kernel launch in a phase."""
         return self.launch[phase]
+
+    def work_s(self, cause: str, phase: str) -> float:
+        """Host seconds of a unit of a cause (costmodel.program.host); what runs forward again takes what it takes in forward."""
+        return self.work[cause][phase == "backward"]
 
     def route_s(self, experts: int) -> float:
         """Host seconds in which compute waits for one pass of a layer's token dispatcher."""

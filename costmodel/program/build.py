@@ -7,6 +7,7 @@ from typing import Any
 
 from costmodel.program import float8
 from costmodel.program.halves import Halves
+from costmodel.program.host import COMPILE, work
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
 from costmodel.program.layers import (
@@ -202,7 +203,7 @@ class Builder:
     def wrapped(self, name: str, phase: str, before: list[Op], core: Block, after: list[Op]) -> Part:
         """A unit's own block between what the strategy does around it; a compiled layer is entered by a call."""
         if self.numbers.compiled and name == LAYER:
-            before = [*before, Op("compiled.call", "call")]
+            before = [*before, work("compiled.call", COMPILE)]
         if not before and not after:
             return core
         around = [[(self.small(name, phase, ops), 1)] if ops else [] for ops in (before, after)]

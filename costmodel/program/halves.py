@@ -67,6 +67,8 @@ def _inputs(tape: Tape, output: Value, owned: bool, kept: dict[int, list[Gradien
                 whole = Gradient(f"grad:{node.name}", back.temp_bytes)
                 joined.append(whole)
                 ops.append(_op(node, back, (Tensor(whole.name, "temporaries", whole.nbytes),), ()))
+            if node.axis:
+                ops.append(_op(node, back, (), ()))
             if not isinstance(back.gives, int) or not node.inputs[back.gives].grad:
                 continue
             target = node.inputs[back.gives]
@@ -139,4 +141,4 @@ def _gradients_of_weights(tape: Tape, kept: dict[int, list[Gradient]], mine: set
 
 def _op(node: Node, back: Back, allocs: tuple[Tensor, ...], frees: tuple[Tensor, ...]) -> Op:
     return Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype, back.kernels, allocs, frees,  # type: ignore[arg-type]
-              back.comm)
+              back.comm, axis=node.axis)

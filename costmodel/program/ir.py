@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "call", "route", "mark"]
+Kind = Literal["matmul", "attention", "memory", "copy", "collective", "side", "wait", "record", "hold", "sync", "host", "route", "mark"]
 """What an op is, and where it runs.
 
 matmul, attention, memory: work on the compute stream. side: memory-bound work on the stream of `axis`. copy: a transfer between
 host and device, on its own stream. collective: on its axis's stream, behind what that stream already has. wait: compute waits for
 an event. record: an event becomes the compute stream's present. hold: an axis's stream waits for an event. sync: the host waits
-for compute. host: work of the host alone, a unit a tensor. call: the host enters a compiled region. route: the host reads
-which rows go to which expert while compute waits, `kernels` the experts. mark: a place in a unit where
+for compute. host: work of the host alone, `kernels` units of the cause that `axis` names (costmodel.program.host). route: the host
+reads which rows go to which expert while compute waits, `kernels` the experts. mark: a place in a unit where
 the strategy puts ops of its own; the builder leaves none.
 """
 
@@ -66,7 +66,7 @@ class Op(NamedTuple):
     """collective, copy: the event it signals when done (empty: compute waits at once); wait, hold: the event waited for;
     record: the event set."""
     axis: str = ""
-    """side, hold: the axis on whose stream it happens."""
+    """side, hold: the axis on whose stream it happens; host: what causes the work."""
     again: bool = False
     """Runs a second time, to compute an activation again."""
     detached: bool = False

@@ -113,6 +113,7 @@ class Walk:
     def linear(self, x: Value, name: str, out: int, width: int, bias: bool) -> Value:
         """y = x W^T + b: saves x; backward is two matmuls of the same FLOPs, one per operand."""
         n, tape, m = self.n, self.tape, x.numel // width
+        self.tp.dispatch(self, name)
         if n.fp8 and float8.takes(self.run.plan.framework, name, out, width, m):
             return float8.linear(self, x, name, out, width, bias)
         flops = 2.0 * m * width * out
@@ -195,6 +196,7 @@ class Walk:
         input or output are read where they are needed; the weight's gradient is a reduction of its own, that reads both again.
         """
         model, r, n, tape = self.run.model, self.run.recipe, self.n, self.tape
+        self.tp.dispatch(self, name)
         rows = x.numel // width
         weight, bias = Param(f"{name}.weight", (width,)), Param(f"{name}.bias", (width,))
         layer = model.norm == "layernorm"
@@ -531,6 +533,7 @@ def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
     """One layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
     m = run.model
     w = Walk(run, numbers, busiest=busiest)
+    w.tp.dispatches &= not numbers.compiled
     x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     n = m.norms_per_layer
     if m.parallel_residual:
@@ -567,6 +570,7 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
     width = m.embedding_dim
     y = w.tape.value("embedding.out", w.tokens * width, dtype)
     grad_bytes = float(table.numel * e + w.tokens * width * e * 2)
+    w.tp.dispatch(w, "embedding")
     w.tape.record("embedding", "memory", (), (y,), nbytes=2.0 * y.nbytes, dtype=dtype,
                   backs=(Back("wgrad", "memory", table, nbytes=grad_bytes, dtype=numbers.param, kernels=3,
                               grad_numel=table.numel if m.tied_embeddings else w.tp.lookup(table, m.vocab)),))
@@ -574,6 +578,7 @@ def embedding_unit(run: Run, numbers: Numbers) -> Unit:
     if m.position_rows:
         rows = local_param(Param("positions.weight", (m.position_rows, m.hidden)), w.tp.t, run.plan.framework)
         at = w.tape.value("positions.out", w.seq * m.hidden, dtype)
+        w.tp.dispatch(w, "positions")
         w.tape.record("positions", "memory", (), (at,), nbytes=2.0 * at.nbytes, dtype=dtype,
                       extra=() if w.cp.c > 1 else (Tensor("positions.index", "activations", w.seq * 8),),
                       backs=(Back("wgrad", "memory", rows, nbytes=float(rows.numel * e), dtype=numbers.param,

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from costmodel.program.host import DTENSOR, PLACED, work
 from costmodel.program.ir import Op, Tensor
 from costmodel.spec import DTYPE_BYTES, OptimizerSpec
 
@@ -29,6 +30,8 @@ class Update(NamedTuple):
     matrices: int = 0
     """Muon: elements among them that it updates; AdamW has the rest."""
     matrix_tensors: int = 0
+    placed: bool = False
+    """They are DTensors."""
 
 
 def state_tensors(spec: OptimizerSpec, u: Update) -> list[Tensor]:
@@ -70,6 +73,8 @@ def update_ops(spec: OptimizerSpec, u: Update, *, first: bool) -> list[Op]:
     created = tuple(state_tensors(spec, u)) if first else ()
     low = float(u.numel * DTYPE_BYTES[u.low]) if u.low else 0.0
     ops = [Op("optimizer.host", "host", kernels=u.tensors, allocs=created)]
+    if u.placed:
+        ops.append(work("optimizer.placed", PLACED, u.tensors))
     if spec.name == "adam8bit":
         moved = float(2 * p + g + 4 * u.numel) + low
         return [*ops, Op("optimizer.update", "memory", 12.0 * u.numel, moved, dtype=u.param, kernels=max(1, u.tensors))]
@@ -93,9 +98,11 @@ def update_ops(spec: OptimizerSpec, u: Update, *, first: bool) -> list[Op]:
     return [*ops, Op("optimizer.update", "memory", 12.0 * u.numel, passes, dtype=u.param, kernels=kernels, allocs=temp, frees=temp)]
 
 
-def clip_ops(numel: int, tensors: int, grad: str) -> list[Op]:
-    """clip_grad_norm_: a norm of every gradient, the total, and a scaling of all of them; no temporaries of their size."""
+def clip_ops(numel: int, tensors: int, grad: str, *, placed: bool = False) -> list[Op]:
+    """clip_grad_norm_: a norm of every gradient, the total, and a scaling of all of them; no temporaries of their size. Of DTensors (`placed`) the
+    total is one too, stacked and made whole."""
     g = float(numel * DTYPE_BYTES[grad])
     chunks = max(1, -(-tensors // 30))
+    host = [work("clip.placed", PLACED, tensors), work("clip.dtensor", DTENSOR, 2)] if placed else []
     return [Op("clip.norm", "memory", 2.0 * numel, g, dtype=grad, kernels=chunks + 3),
-            Op("clip.scale", "memory", 1.0 * numel, 2.0 * g, dtype=grad, kernels=chunks)]
+            Op("clip.scale", "memory", 1.0 * numel, 2.0 * g, dtype=grad, kernels=chunks), *host]

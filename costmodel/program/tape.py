@@ -106,6 +106,8 @@ class Node(NamedTuple):
     """Ops of its own that are checkpointed: they run in forward without saving, and again before their backward."""
     event: str = ""
     """collective: what it signals when done, without being waited for; wait: what is waited for."""
+    axis: str = ""
+    """host: what causes the work."""
 
 
 class Inner(NamedTuple):
@@ -150,7 +152,7 @@ class Tape:
     def record(self, name: str, kind: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], *, saved: tuple[Value, ...] = (),
                extra: tuple[Tensor, ...] = (), backs: tuple[Back, ...] = (), flops: float = 0.0, nbytes: float = 0.0,
                dims: tuple[int, ...] = (), dtype: str = "fp32", kernels: int = 1, temp_bytes: int = 0, comm: Comm | None = None,
-               event: str = "") -> None:
+               event: str = "", axis: str = "") -> None:
         index = len(self.nodes)
         for v in inputs:
             v.last_use = index
@@ -163,7 +165,7 @@ class Tape:
             if not v.saves:
                 v.saved_first = index
             v.saves += 1
-        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event))
+        self.nodes.append(Node(name, kind, inputs, outputs, saved, extra, backs, flops, nbytes, dims, dtype, kernels, temp_bytes, comm, None, event, axis))
 
     def mark(self, name: str) -> None:
         """A place where a strategy acts, in forward and in backward."""
@@ -226,7 +228,7 @@ class Tape:
                 allocs.append(temp)
                 frees.append(temp)
             ops.append(Op(node.name, node.kind, node.flops, node.nbytes, node.dims, node.dtype, node.kernels,  # type: ignore[arg-type]
-                          tuple(allocs), tuple(frees), node.comm, node.event))
+                          tuple(allocs), tuple(frees), node.comm, node.event, node.axis))
         return ops
 
     @staticmethod
@@ -352,7 +354,7 @@ class Tape:
                     ready = GradReady(gives, back.dtype, nbytes, pending[gives.name] > 0)
                 if not back.alias:
                     ops.append(Op(f"{node.name}.{back.name}", back.kind, back.flops, back.nbytes, back.dims, back.dtype,  # type: ignore[arg-type]
-                                  back.kernels, allocs, temp, back.comm, back.event, again=back.again))
+                                  back.kernels, allocs, temp, back.comm, back.event, node.axis, back.again))
                     if beside and back.kind == "collective":
                         _run_beside(ops, beside)
                 if ready:

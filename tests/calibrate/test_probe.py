@@ -18,6 +18,7 @@ def probe(*samples: Sample) -> Probe:
 
 SAMPLES = (Sample("matmul", "linear", (1e-3, 1.1e-3), (1e-4, 1e-4), (1, 512, 512, 512), "fp32", 2.0 * 512**3, 12.0 * 512**2),
            Sample("memory", "add", (2e-3,), (1e-4,), nbytes=1.2e7), Sample("launch", "forward", (7e-6,)), Sample("tensor", "adamw fused", (4e-6,)),
+           Sample("python", "tensor forward", (2.2e-3,), counts={"dtensor forward": 10.0, "collective": 2.0}),
            Sample("collective", "all-reduce", (5e-4,), nbytes=4096.0, group=2),
            Sample("contention", "matmul beside all-reduce", (3e-3,), group=2, alone_s=(2e-3, 1e-3)))
 
@@ -47,6 +48,14 @@ def test_a_machine_that_slows_down_for_a_while_slows_the_reference_too() -> None
     assert typical_reference([quiet, quiet, busy]) == pytest.approx(0.1)
 
 
+def test_a_strategys_work_is_priced_by_what_it_counts() -> None:
+    item = next(i for i in probe_evidence(probe(Sample("python", "tensor forward", (2e-3,), counts={"dtensor forward": 10.0, "launch forward": 3.0}))))
+    units = item.profile.replace({"host.dtensor.forward_s": 1e-4, "host.eager.forward_s": 1e-5, "host.multiplier": 0.5})
+    assert math.exp(item.log_predicted(units)[0]) == pytest.approx(10 * 1e-4 + 3 * 1e-5 / 2)
+    with pytest.raises(ProbeError, match="counts 'dtensor sideways', which is no price of the host: those are collective, launch forward, "):
+        probe_evidence(probe(Sample("python", "tensor forward", (2e-3,), counts={"dtensor sideways": 1.0})))
+
+
 @pytest.mark.parametrize(("change", "message"), [({"kind": "record"}, "it is not a probe"), ({"schema": 9}, "its schema is 9, and this version reads 1"),
                                                  ({"samples": [{"kind": "matmul"}]}, "samples.0.name: Field required")])
 def test_a_file_that_is_no_probe_says_why(change: dict[str, object], message: str) -> None:
@@ -73,3 +82,17 @@ def test_a_short_probe_of_this_machine() -> None:
         "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send") for n in sizes(1 << 12)}
     assert all(len(s.values) == len(s.reference_s) and min(s.values) > 0 for s in sent if s.kind == "collective")
     assert [s.kind for s in sent if s.kind != "collective"] == ["contention"]
+
+
+@pytest.mark.slow
+def test_the_probe_of_pythons_work_finds_each_strategys_units() -> None:
+    """A layer of eleven modules and redistributions that DTensor dispatches takes the host longer than one of two hooks."""
+    torch = pytest.importorskip("torch")
+    from calibrate.probe.clock import Clock
+    from calibrate.probe.python import python_samples
+    torch.set_num_threads(1)
+    layers = {s.name: s for s in python_samples("cpu", catalog.accelerator("cpu_epyc_2core"), Clock(lambda: None, lambda: sum(range(1000)), 3, 0.02))}
+    assert layers["tensor forward"].counts == {"dtensor forward": 11.0, "collective": 2.0}
+    assert layers["fsdp forward"].counts["fsdp forward"] == 2.0
+    assert min(layers["tensor forward"].values) > max(0.0, min(layers["fsdp forward"].values))
+    assert all(sum(s.counts.values()) > 0 and len(s.values) == len(s.reference_s) for s in layers.values())

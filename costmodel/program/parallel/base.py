@@ -6,6 +6,7 @@ and what it forbids (`refusals`). The builder walks the step and asks.
 
 from collections.abc import Callable, Iterator
 
+from costmodel.program.host import DTENSOR, work
 from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Comm, Op, Tensor, periods
 from costmodel.program.layers import Numbers, batch_tensors
@@ -75,7 +76,8 @@ class Strategy:
         """What this rank's optimizer updates."""
         p, inv = self.precision, self.inventory
         return Update(inv.numel, inv.tensors, inv.largest, p.master or p.parameter, p.gradient, p.optimizer_state,
-                      p.parameter if p.master else None, self.steps_on_device, *(inv.matrices if self.recipe.optimizer.name == "muon" else ()))
+                      p.parameter if p.master else None, self.steps_on_device, *(inv.matrices if self.recipe.optimizer.name == "muon" else (0, 0)),
+                      self.tensor_alone)
 
     @property
     def steps_on_device(self) -> bool:
@@ -129,7 +131,8 @@ class Strategy:
         """DTensor's norm gradients, summed over the tp ranks when they are asked for."""
         tp, dtype = self.plan.tp, self.gradient_dtype
         parts = [(p, n) for p, n in self.inventory.norms if self.partial_over_tp(p)]
-        return [collective("tp", "all-reduce", tp, nbytes(p.numel, dtype), dtype, name="norm_gradient.all_reduce") for p, n in parts for _ in range(n)]
+        sums = [collective("tp", "all-reduce", tp, nbytes(p.numel, dtype), dtype, name="norm_gradient.all_reduce") for p, n in parts for _ in range(n)]
+        return [work("norm_gradient.dtensor", DTENSOR, len(sums)), *sums] if sums else []
 
     def partial_over_tp(self, norm: Param) -> bool:
         """Whether each tp rank has only a part of the gradient of a norm's weight: it saw part of the tokens, or of the heads."""
@@ -215,7 +218,7 @@ class Strategy:
 
     def clip(self, u: Update) -> list[Op]:
         """Gradient clipping on this rank."""
-        ops = clip_ops(u.numel, u.tensors, u.grad)
+        ops = clip_ops(u.numel, u.tensors, u.grad, placed=u.placed)
         if self.tensor_alone:
             e = element_bytes(u.grad)
             ops[1:1] = [*self.norm_sums(), collective("tp", "all-reduce", self.plan.tp, e * u.tensors, u.grad, name="clip.all_reduce")]

@@ -20,8 +20,9 @@ execute/strategies/context.py. The program grows with c, and with nothing else.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from costmodel.program.host import CONTEXT, record
 from costmodel.program.ir import Comm, Tensor
-from costmodel.program.tape import Back, Value
+from costmodel.program.tape import Back, Tape, Value
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class ContextParallel:
         sequence, heads need none). Backward is the way back; the gradient that enters it lives until it is done."""
         tape, each, comm = w.tape, 2.0 * x.nbytes, self.comm("all-to-all", x.nbytes, x.dtype)
         y = tape.value(name, x.numel, x.dtype)
+        self.exchange(tape, name, 1)
         sent, got = (tape.value(f"{name}.{what}", x.numel, x.dtype, False) for what in ("sent", "got"))
         if before:
             tape.record(f"{name}.pack", "memory", (x,), (sent,), nbytes=each, dtype=x.dtype)
@@ -140,6 +142,11 @@ class ContextParallel:
         else:
             tape.record(f"{name}.all_to_all", "collective", (x, *source), (y,), comm=comm, dtype=x.dtype, backs=tuple(backs))
         return y
+
+    def exchange(self, tape: Tape, name: str, tensors: int) -> None:
+        """The host's work for tensors that are exchanged in Python, and their gradients; Megatron's exchange is its own kernels' affair."""
+        if not self.megatron:
+            record(tape, f"{name}.exchange", CONTEXT, tensors, tensors)
 
     def comm(self, kind: str, nbytes: int, dtype: str) -> Comm:
         """A collective of the cp group: `nbytes` is the whole tensor of a gather or scatter, else one rank's buffer."""
@@ -175,6 +182,7 @@ class Steps:
         total = tape.value("attention.sum", q.numel, "fp32", False)
         lse = tape.value("attention.lse", self.w.batch * self.w.heads * self.w.seq, "fp32", False)
         coming: Value | None = None
+        self.cp.exchange(tape, "attention", 2)
         for step, meeting in enumerate(self.meetings):
             last = step == len(self.meetings) - 1
             here, coming = coming, self._bring(coming, step, last)

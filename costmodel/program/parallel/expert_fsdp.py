@@ -10,6 +10,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, 2.13.
 from collections.abc import Iterator
 
 from costmodel.program.experts import ENTER
+from costmodel.program.host import FSDP_HOOK, work
 from costmodel.program.inventory import Inventory, nbytes, without_experts
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
@@ -55,7 +56,7 @@ class ExpertFSDP(FSDP):
         count = layers * len(experts.params)
 
         def part(numel: int, tensors: int, largest: int) -> Update:
-            return Update(numel, tensors, largest, p.parameter, p.gradient, p.optimizer_state, steps_on_device=self.steps_on_device)
+            return Update(numel, tensors, largest, p.parameter, p.gradient, p.optimizer_state, steps_on_device=self.steps_on_device, placed=True)
 
         return (part(whole.numel - mine, whole.tensors - count, self._largest((LAYER, ROOT))),
                 part(mine, count, max(q.numel for q in experts.params) // self.edp))
@@ -69,7 +70,7 @@ class ExpertFSDP(FSDP):
     def clip(self, u: Update) -> list[Op]:
         """Norms of both kinds of shards, each summed over its mesh; that of the experts over the ep group too."""
         rest, experts = self._updates()
-        e, ops = element_bytes(u.grad), clip_ops(u.numel, u.tensors, u.grad)
+        e, ops = element_bytes(u.grad), clip_ops(u.numel, u.tensors, u.grad, placed=u.placed)
         sums = [collective(self.axis, "all-reduce", self.n, e * rest.tensors, u.grad, name="clip.all_reduce")]
         if self.edp > 1:
             sums.append(collective(REPLICAS, "all-reduce", self.edp, e * experts.tensors, u.grad, name="clip.all_reduce"))
@@ -117,7 +118,7 @@ class ExpertFSDP(FSDP):
     def at_mark(self, mark: str, phase: str, index: int, micro: str, *, again: bool) -> list[Op]:
         """Around the experts: gather before, let go after; in backward the other way round, with their reduction at its end."""
         if phase == "forward":
-            return self._enter_forward() if mark == ENTER else [Op("fsdp.reshard", "host", kernels=0, frees=(self._params(EXPERTS),))] if self.reshard else []
+            return self._enter_forward() if mark == ENTER else [work("fsdp.post_hook", FSDP_HOOK).freeing((self._params(EXPERTS),))] if self.reshard else []
         if phase == "recompute":
             return self._enter_again() if mark == ENTER else self._leave_again()
         if mark == ENTER:

@@ -10,6 +10,7 @@ hold up their own stream, under gloo the whole rank. Source: torch/distributed/f
 
 from collections.abc import Iterator
 
+from costmodel.program.host import DTENSOR, FSDP_HOOK, work
 from costmodel.program.inventory import Inventory, UnitParams, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
@@ -72,7 +73,7 @@ class FSDP(Strategy):
         p = self.precision
         largest = max(_local(q.shape[0], self.n) * (q.numel // q.shape[0]) for g in self.groups.values() for q in g.params)
         return Update(self._total(self.local), self.inventory.tensors, largest, p.parameter, p.gradient, p.optimizer_state,
-                      steps_on_device=self.steps_on_device)
+                      steps_on_device=self.steps_on_device, placed=True)
 
     def kept_gradients(self) -> list[Tensor]:
         return [Tensor("gradients (shard)", "gradients", nbytes(self._total(self.shard), self.precision.gradient), "reduce")]
@@ -118,7 +119,7 @@ class FSDP(Strategy):
         moved = 2.0 * self._weights(group)
         count = len(self.groups[group].params)
         wait = [] if self.size[group] == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
-        return [*wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
+        return [work(f"fsdp.pre_hook({group})", FSDP_HOOK), *wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
                           allocs=(self._params(group),), frees=free)]
 
     # -- forward ---------------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class FSDP(Strategy):
     def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER or not self.reshard:
             return []
-        return [Op("fsdp.reshard", "host", kernels=0, frees=(self._params(LAYER),))]
+        return [work("fsdp.post_hook", FSDP_HOOK).freeing((self._params(LAYER),))]
 
     def forward_end(self, micro: str) -> list[Op]:
         """The last gather buffer goes when the root's forward ends."""
@@ -272,10 +273,10 @@ class FSDP(Strategy):
         if not reduces:
             if self.pipelined:
                 free_params = ()
-            moved = float(nbytes(whole, self.numbers.param) + nbytes(whole, p.reduce))
+            moved, hook = float(nbytes(whole, self.numbers.param) + nbytes(whole, p.reduce)), work(f"fsdp.post_hook({group})", FSDP_HOOK)
             if first:
-                return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, allocs=(accumulated,), frees=grads + free_params)]
-            return [Op(f"fsdp.accumulate({group})", "memory", nbytes=moved + nbytes(whole, p.reduce), dtype=p.reduce, frees=grads + free_params)]
+                return [hook, Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, allocs=(accumulated,), frees=grads + free_params)]
+            return [hook, Op(f"fsdp.accumulate({group})", "memory", nbytes=moved + nbytes(whole, p.reduce), dtype=p.reduce, frees=grads + free_params)]
         ops: list[Op] = self._late_norm_sums(group) if finishing else []
         source = grads
         in_dtype = self.numbers.param
@@ -290,7 +291,7 @@ class FSDP(Strategy):
             ops.append(Op(f"fsdp.accumulate({group})", "memory", nbytes=moved, dtype=p.reduce, frees=grads))
             ops += self._late_norm_sums(group)
             source, in_dtype = (accumulated,), p.reduce
-        ops.append(Op("fsdp.reshard", "host", kernels=0, frees=free_params))
+        ops.append(work(f"fsdp.post_hook({group})", FSDP_HOOK).freeing(free_params))
         rs_in = Tensor(f"reduce_scatter_in({group})", "communication", self._bytes(group, p.reduce))
         rs_out = Tensor(f"reduce_scatter_out({group})", "communication", self._bytes(group, p.reduce, whole=False), "reduce")
         if previous:
@@ -329,7 +330,8 @@ class FSDP(Strategy):
             return []
         dtype = self.precision.reduce
         params = [q for q in self.groups[group].params if "norm" in q.name and self.partial_over_tp(q)]
-        return [collective("tp", "all-reduce", self.plan.tp, nbytes(q.numel, dtype), dtype, name="norm_gradient.all_reduce") for q in params]
+        sums = [collective("tp", "all-reduce", self.plan.tp, nbytes(q.numel, dtype), dtype, name="norm_gradient.all_reduce") for q in params]
+        return [work("norm_gradient.dtensor", DTENSOR, len(sums)), *sums] if sums else []
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER:
@@ -365,7 +367,7 @@ class FSDP(Strategy):
 
     def clip(self, u: Update) -> list[Op]:
         """Norms of the local shards, and one all-reduce of all of them over each mesh axis (a partial DTensor: an element a parameter)."""
-        ops = clip_ops(u.numel, u.tensors, u.grad)
+        ops = clip_ops(u.numel, u.tensors, u.grad, placed=u.placed)
         if self.n > 1:
             ops.insert(1, collective(self.axis, "all-reduce", self.n, element_bytes(u.grad) * u.tensors, u.grad, name="clip.all_reduce"))
         if self.plan.tp > 1:

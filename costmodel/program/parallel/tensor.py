@@ -13,6 +13,7 @@ NVIDIA/Megatron-LM core/tensor_parallel/layers.py.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from costmodel.program.host import DTENSOR, record
 from costmodel.program.ir import Comm
 from costmodel.program.tape import Back, Value
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
@@ -45,7 +46,7 @@ def local_param(p: Param, t: int, framework: str) -> Param:
 class TensorParallel:
     """What one rank of a tp group computes and sends; with tp = 1 it does nothing."""
 
-    __slots__ = ("t", "sp", "megatron", "fsdp", "late", "loss_parallel")
+    __slots__ = ("t", "sp", "megatron", "fsdp", "late", "loss_parallel", "dispatches")
 
     def __init__(self, run: Run) -> None:
         p = run.plan
@@ -54,6 +55,8 @@ class TensorParallel:
         self.megatron = p.framework == "megatron"
         self.late = self.megatron or p.zero != 3 or p.pp > 1 or run.micro_batches > 1 and not p.sync_each_micro_batch
         self.loss_parallel = p.tp > 1 and (p.loss_parallel or self.megatron)
+        self.dispatches = p.tp > 1 and not self.megatron
+        """DTensor dispatches in Python; in a compiled layer it did so when that was traced."""
 
     @staticmethod
     def refusals(run: Run) -> Iterator[PlanError]:
@@ -79,6 +82,11 @@ class TensorParallel:
         if m.qk_norm == "full":
             yield PlanError("model.qk_norm", "full", "a norm over all heads would span the tp ranks.", "Use tp = 1, or qk_norm = per_head.")
 
+    def dispatch(self, w: "Walk", name: str, forward: int = 1, backward: int = 1) -> None:
+        """The host's work in DTensor for a module, or for a redistribution in forward or backward."""
+        if self.dispatches:
+            record(w.tape, f"{name}.dtensor", DTENSOR, forward, backward)
+
     def comm(self, kind: str, nbytes: int, dtype: str) -> Comm:
         """A collective of the tp group; `nbytes` is the whole tensor."""
         part = nbytes // self.t
@@ -89,6 +97,7 @@ class TensorParallel:
         """Before a column-parallel matmul: gather the sequence, or mark that the gradient must be summed over the ranks."""
         if self.t == 1:
             return x
+        self.dispatch(w, f"{name}.in", int(self.sp))
         if not self.sp:
             x.grad_comm = self.comm("all-reduce", x.nbytes, x.dtype)
             x.grad_in_place = self.megatron
@@ -106,6 +115,7 @@ class TensorParallel:
         """After a row-parallel matmul, whose output is a partial sum: all-reduce it, or reduce-scatter over the sequence."""
         if self.t == 1:
             return y
+        self.dispatch(w, f"{name}.out", 1, int(self.sp))
         if self.sp:
             out = w.tape.value(f"{name}.scattered", y.numel // self.t, y.dtype)
             copy = 0 if self.megatron else y.nbytes
@@ -124,6 +134,7 @@ class TensorParallel:
         """Without a vocabulary-parallel loss, every rank gathers all logits."""
         if self.t == 1 or self.loss_parallel:
             return logits
+        self.dispatch(w, "logits.out")
         full = w.tape.value("logits.gathered", logits.numel * self.t, logits.dtype)
         w.tape.record("logits.all_gather", "collective", (logits,), (full,), comm=self.comm("all-gather", full.nbytes, logits.dtype),
                       temp_bytes=full.nbytes, dtype=logits.dtype, backs=(Back("slice", "memory", 0, nbytes=2.0 * logits.nbytes, dtype=logits.dtype),))
@@ -145,4 +156,5 @@ class TensorParallel:
         if not self.loss_parallel:
             return
         each = tokens * DTYPE_BYTES[dtype]
+        self.dispatch(w, name, 1, 0)
         w.tape.record(name, "collective", (), (), comm=self.comm("all-reduce", each, dtype), dtype=dtype, temp_bytes=each)
