@@ -385,7 +385,7 @@ class Scan:
 
     def of(self, block: Block) -> Compiled:
         """The block as steps, compiled once."""
-        block = block.timed
+        block = block.timed or block
         known = self.compiled.get(id(block))
         if known is None:
             known = self.compiled[id(block)] = (block, compile_block(block, self.prices))

@@ -96,8 +96,8 @@ class Block:
         self.name = name
         self.phase = phase
         self.ops = ops
-        self.timed: Block = timed or self
-        """A block whose ops take and send the same and differ in what they free: its clocks are this one's too."""
+        self.timed = timed
+        """A block whose ops take and send the same and differ in what they free: its clocks are this one's too. None: no other than itself."""
 
     def __repr__(self) -> str:
         return f"Block({self.name}, {self.phase}, {len(self.ops)} ops)"
