@@ -69,7 +69,7 @@ def fit(
     except (ReadingError, FitError) as error:
         raise InputError(str(error)) from None
     held = {by: hold_out(found, by) for by in SPLITS}
-    write_whole(output, fitted_profile(found, held, name or output.stem, read.dates, read.versions))
+    write_whole(output, fitted_profile(found, held, name or output.stem, read.dates, read.versions, read.machines))
     from costmodel.render.text import Page, screen_width, wants_colour
     if as_json:
         print(json.dumps(data(found, held, read.skipped), indent=1, allow_nan=False))

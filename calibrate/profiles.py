@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from calibrate.crossvalidation import By, Held
 from calibrate.evidence import StepEvidence
 from calibrate.fit import LEAST_SCATTER, Fit
+from costmodel.catalog.machines import Machine, distinct
 from costmodel.catalog.profiles import PLACES, Constant
 
 
@@ -54,15 +55,16 @@ def time_scatter(fit: Fit, held: Mapping[By, Held]) -> dict[str, float]:
     return out
 
 
-def fitted_profile(fit: Fit, held: Mapping[By, Held], name: str, dates: Sequence[str], versions: Mapping[str, str]) -> str:
-    """The file of a fit: what it determined, and the scatter of the steps it did not see."""
+def fitted_profile(fit: Fit, held: Mapping[By, Held], name: str, dates: Sequence[str], versions: Mapping[str, str],
+                   machines: Iterable[Machine] = ()) -> str:
+    """The file of a fit: the machines it was measured on, what it determined, and the scatter of the steps it did not see."""
     sources = sorted({point.source for point in fit.model.points})
     source = "; ".join(sources[:MOST_SOURCES]) + (f"; {len(sources) - MOST_SOURCES} more" if len(sources) > MOST_SOURCES else "")
     date, words = max(dates, default="")[:10], environment_words(versions)
     constants = [*determined_constants(fit, date=date, versions=words), *held_constants(fit, date=date, versions=words)]
     for place, scatter in time_scatter(fit, held).items():
         constants.append(("scatter.time", Constant(rounded(scatter, 2), "log", 0.0, f"steps left out of the fit: {source}", "fitted", date, words, place)))
-    return profile_text(name, constants, (f"Written by calibrate fit from {len(fit.model.points)} figures.",))
+    return profile_text(name, constants, (f"Written by calibrate fit from {len(fit.model.points)} figures.",), distinct(machines))
 
 
 LEAST_STEPS = 5
@@ -71,13 +73,15 @@ MOST_SOURCES = 3
 """Sources that a constant names."""
 
 
-def profile_text(name: str, constants: Iterable[tuple[str, Constant]], comments: Iterable[str] = ()) -> str:
-    """A profile file: `name`, then every constant under its place, in order of place and key."""
+def profile_text(name: str, constants: Iterable[tuple[str, Constant]], comments: Iterable[str] = (), machines: Iterable[Machine] = ()) -> str:
+    """A profile file: `name`, the machines, then every constant under its place, in order of place and key."""
     tables: dict[str, list[tuple[str, Constant]]] = {}
     for key, constant in sorted(constants, key=lambda item: (PLACES.index(item[1].place.partition(".")[0]), item[1].place, item[0])):
         path, _, last = key.rpartition(".")
         tables.setdefault(f"{constant.place}.{path}", []).append((last, constant))
     lines = [*(f"# {line}" for line in comments), f"name = {quoted(name)}"]
+    for machine in machines:
+        lines += ["", "[[machine]]", *(f"{key} = {quoted(text)}" for key, text in machine._asdict().items() if text)]
     for table, entries in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {inline(constant)}" for key, constant in entries)]
     return "\n".join(lines) + "\n"

@@ -11,8 +11,9 @@ from typing import Any
 
 from calibrate.evidence import Evidence, Point, step_evidence
 from calibrate.probe.record import ProbeError, probe_evidence, probe_from_dict
+from costmodel.catalog.machines import Machine
 from costmodel.catalog.profiles import load_profile
-from costmodel.records import Record, RecordError, record_from_dict
+from costmodel.records import Environment, Record, RecordError, record_from_dict
 from costmodel.spec import PlanError, Run
 
 LEAST_NOISE = 0.05
@@ -32,6 +33,8 @@ class Read:
     """(name, reason) of what could not be used."""
     versions: dict[str, str] = field(default_factory=dict)
     dates: list[str] = field(default_factory=list)
+    machines: list[Machine] = field(default_factory=list)
+    """Those that named themselves."""
 
 
 def read_files(paths: Sequence[Path], base: str | None = None) -> Read:
@@ -45,6 +48,7 @@ def read_files(paths: Sequence[Path], base: str | None = None) -> Read:
                     read.evidence += probe_evidence(probe, base)
                     read.versions |= probe.environment.versions
                     read.dates.append(probe.date)
+                    read.machines.append(machine_of(probe.environment, probe.cluster.accelerator.name, probe.date))
                 else:
                     _take(read, name, record_from_dict(data), base)
             except (RecordError, ProbeError) as error:
@@ -98,6 +102,12 @@ def _take(read: Read, name: str, record: Record, base: str | None) -> None:
     read.dates.append(record.date)
     if record.environment is not None:
         read.versions |= record.environment.versions
+        read.machines.append(machine_of(record.environment, record.run.cluster.accelerator.name, record.date))
+
+
+def machine_of(seen: Environment, accelerator: str, date: str) -> Machine:
+    """A measured machine as a profile names it; `accelerator` is what the run took it for."""
+    return Machine(seen.host, seen.accelerator, accelerator, seen.versions.get("torch", ""), date[:10])
 
 
 def record_points(name: str, record: Record) -> Iterator[Point]:

@@ -11,7 +11,7 @@ from calibrate.crossvalidation import by_source
 from calibrate.plots import histogram, scatter
 from calibrate.reading import read_files
 from calibrate.report import percent
-from costmodel.catalog.profiles import Constant, constants_at, file_constants, list_profiles
+from costmodel.catalog.profiles import Constant, constants_at, file_constants, file_machines, list_profiles
 from costmodel.render.text import Page
 from costmodel.spec import PlanError
 
@@ -32,6 +32,8 @@ def constants_of(name: str) -> Constants:
 def show(name: str, records: Sequence[Path], page: Page) -> str:
     """One profile's constants, and with records how it predicts them."""
     constants = constants_of(name)
+    for machine in file_machines(Path(name)) if name.endswith(".toml") else ():
+        page.line(f"fitted on {machine.words}{f', as {machine.accelerator}' if machine.accelerator else ''}")
     page.heading("CONSTANTS", f"{len(constants)} of {name}")
     rows = [[place or "every run", key, f"{c.value:.4g}", c.unit, percent(c.log_sd), c.basis, c.date or "-", c.source]
             for (place, key), c in sorted(constants.items())]

@@ -1,6 +1,7 @@
 """Run (+ Profile) -> StepReport: builds the program and puts its memory and time readings together."""
 
 from costmodel import memory as reading
+from costmodel.catalog.machines import other_devices
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.cost.prices import RunPrices
 from costmodel.program.build import Program, single_builder
@@ -164,7 +165,7 @@ def single_gpu(run: Run) -> Run:
 # -- words -------------------------------------------------------------------------------------------------------------------
 
 BOUND_WORDS = {"matmul": "matrix multiplication", "attention": "attention", "memory-bound": "memory bandwidth (elementwise operations)",
-               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host: kernels are launched too slowly",
+               "recompute": "activation recompute", "optimizer": "the optimizer step", "host wait": "the host, issuing work",
                "contention": "contention of communication with compute", "slow rank": "one slow rank, for which the others wait"}
 
 
@@ -182,6 +183,7 @@ def _notes(run: Run, profile: Profile, program: Program) -> list[str]:
     notes = program.strategy.notes()
     if profile.guess:
         notes.append(f"No matrix multiplication was measured on {run.cluster.accelerator.name}: its times are a data-sheet guess.")
+    notes += [f"Profile {profile.name}: {words}." for words in other_devices(profile.machines, [run.cluster.accelerator.name])]
     if p.pp > 1 and p.schedule in SPLIT:
         notes.append("Backward is split: what a micro-batch saved is held until the gradients of its weights are made, and every gradient that was sent until "
                      "the next step.")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from costmodel.catalog.machines import Machine, differences
+from costmodel.catalog.profiles import load_profile
 from costmodel.prediction import predict
 from costmodel.records import Outcome
 from costmodel.render.units import duration, size
@@ -91,6 +93,16 @@ def check(case: Case, mode: Mode, profile: str | None, observe: Observe) -> Chec
         if rank in seen:
             sides.append(Side(role.role, compare(predicted, alone(seen[rank], mode, case.run, slowest(seen)))))
     return Checked(case.name, case.run, outcome, tuple(sides), profile is not None and Path(profile).suffix == ".toml")
+
+
+def unlike(cases: Iterable[Case], profile: str | None) -> list[str]:
+    """Why times that are judged by a profile of one's own may not be this machine's, in words."""
+    if profile is None or Path(profile).suffix != ".toml":
+        return []
+    from execute.observe.environment import environment
+    runs, seen = [case.run for case in cases], environment()
+    here = Machine(seen.host, seen.accelerator, torch=seen.versions["torch"])
+    return [f"{profile}: {words}" for words in differences(load_profile(runs[0], profile).machines, here, (run.cluster.accelerator.name for run in runs))]
 
 
 def check_predictable(cases: Iterable[Case], profile: str | None) -> None:

@@ -57,7 +57,7 @@ def validate(
     cases = [case for case in _cases(runs or [], cast("Mode", mode), gpu, device) if only in case.name]
     if not cases:
         raise InputError(f"--only {only}: no case has this in its name. Leave it out for all.")
-    from execute.validate import check
+    from execute.validate import check, unlike
     _refuse_early(cases, cast("Mode", mode), profile, device, no_memory_check)
     observe = _observer(mode, device, steps, timeout, not no_memory_check, record)
     checked = []
@@ -66,7 +66,7 @@ def validate(
         checked.append(check(case, cast("Mode", mode), profile, observe))
         if checked[-1].outcome.kind == "interrupted":
             break
-    _print(checked, mode, as_json)
+    _print(checked, mode, unlike(cases, profile) if mode != "dryrun" else [], as_json)
     _exit(checked)
 
 
@@ -145,16 +145,19 @@ def _alone(run: "Run", device: str, steps: int) -> Any:
     return Outcome(), roles, step_s, report
 
 
-def _print(checked: "list[Checked]", mode: str, as_json: bool) -> None:
+def _print(checked: "list[Checked]", mode: str, warnings: list[str], as_json: bool) -> None:
     from execute.validate import HEADER
     outside = [row for one in checked for row in one.outside()]
     if as_json:
         within = not outside and all(one.outcome.kind == "ok" for one in checked)
-        print(json.dumps({"schema": SCHEMA, "mode": mode, "within_tolerance": within, "cases": [one.to_dict() for one in checked]}, indent=2))
+        cases = [one.to_dict() for one in checked]
+        print(json.dumps({"schema": SCHEMA, "mode": mode, "within_tolerance": within, "warnings": warnings, "cases": cases}, indent=2))
         return
     print("\n".join([HEADER, *(line for one in checked for line in one.lines())]))
     if mode != "dryrun" and not any(one.time_judged for one in checked):
         print("time is shown, not judged: the constants were not fitted on this machine (--profile FILE.toml)")
+    for words in warnings:
+        print(f"warning: {words}; its times are judged all the same")
     bad = [f"ended badly: {one.name}: {one.outcome.message}" for one in checked if one.outcome.kind != "ok"]
     print("\n".join([*(f"outside: {row}" for row in outside), *bad] or ["all within tolerance"]))
 

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+from costmodel.catalog.machines import Machine, machines_of
 from costmodel.spec.base import PlanError
 from costmodel.spec.cluster import Accelerator, Cluster
 from costmodel.spec.plan import Plan
@@ -69,6 +70,8 @@ class Profile:
     name: str
     guess: bool
     constants: Mapping[str, Constant]
+    machines: tuple[Machine, ...] = ()
+    """What it was fitted on, where its file says so."""
 
     def constant(self, key: str) -> Constant:
         """The constant with its unit, uncertainty and source."""
@@ -95,7 +98,7 @@ class Profile:
         merged = dict(self.constants)
         for key, new in values.items():
             merged[key] = new if isinstance(new, Constant) else self.constant(key)._replace(value=float(new))
-        return Profile(name or self.name, self.guess, merged)
+        return Profile(name or self.name, self.guess, merged, self.machines)
 
 
 class HasHardware(Protocol):
@@ -238,7 +241,7 @@ def constants_at(place: str) -> Mapping[str, Constant]:
 def _override(base: Profile, path: Path) -> Profile:
     """Constants of a user's file on top of the shipped ones; every mistake names its key."""
     data = _parsed(path)
-    label = data.pop("name", path.stem)
+    label, machines = data.pop("name", path.stem), _machines(data, path)
     new: dict[str, Constant] = {}
     for place, key, constant in _placed(data, path):
         if key in base.constants and base.constants[key].place == place:
@@ -250,17 +253,24 @@ def _override(base: Profile, path: Path) -> Profile:
             raise PlanError("profile", key, f"{path.name} sets a constant that does not exist for this run.",
                             f"Use {' or '.join(near)}." if near else "Remove it.")
         new[key] = _checked(key, item, shipped, path)
-    return base.replace(new, f"{label} over {base.name}")
+    found = base.replace(new, f"{label} over {base.name}")
+    return Profile(found.name, found.guess, found.constants, machines)
 
 
 def file_constants(path: Path) -> dict[tuple[str, str], Constant]:
     """(place, key) -> constant of a user's file; the place is empty for what it gives to every run. Raises PlanError."""
     data = _parsed(path)
     data.pop("name", None)
+    _machines(data, path)
     found = {(place, key): constant for place, key, constant in _placed(data, path)}
     for key, item in _entries({k: v for k, v in data.items() if k not in PLACES}):
         found["", key] = _checked(key, item, Constant(0.0, item.get("unit", ""), 0.0, path.name, "assumed"), path)
     return found
+
+
+def file_machines(path: Path) -> tuple[Machine, ...]:
+    """The machines that a user's file says it was fitted on. Raises PlanError."""
+    return _machines(_parsed(path), path)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -272,6 +282,11 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise PlanError("profile", path, "the file is not UTF-8 text.", "Save it as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
         raise PlanError("profile", path, f"the file is not valid TOML ({error}).", "Correct that line.") from None
+
+
+def _machines(data: dict[str, Any], path: Path) -> tuple[Machine, ...]:
+    """The machines of a file, taken out of it."""
+    return machines_of(data.pop("machine"), path) if "machine" in data else ()
 
 
 def _placed(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str, Constant]]:

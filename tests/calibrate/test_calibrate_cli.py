@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from calibrate.cli import app
 from calibrate.probe.record import Probe, Sample, probe_run
 from costmodel import catalog
+from costmodel.catalog.machines import Machine
 from costmodel.catalog.profiles import load_profile
 from costmodel.records import Environment, Outcome, Record, write_record
 from costmodel.report import MemoryReport, Peak, RoleReport, StepReport, TimeReport
@@ -46,6 +47,8 @@ def test_a_fitted_profile_predicts_what_was_measured(probed: Path, tmp_path: Pat
     assert constant.basis == "fitted" and constant.date == "2026-01-01" and constant.versions == "torch 2.13.0"
     assert constant.source == "probe of here, memory"
     assert constant.log_sd < load_profile(run).constant("bandwidth.share").log_sd
+    assert fitted.machines == (Machine("here", "a CPU", "cpu_epyc_2core", "2.13.0", "2026-01-01"),)
+    assert "fitted on here (a CPU, torch 2.13.0, 2026-01-01), as cpu_epyc_2core\n" in call("show", profile)[1]
 
 
 def test_the_json_of_a_fit_names_every_candidate(probed: Path, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from costmodel.report import RoleReport, StepReport
 from costmodel.spec import Run
 from execute.cli import app
 from execute.dryrun import dry_run
+from execute.observe.environment import environment
 from execute.strategies import strategy_name
 from execute.suite import Case, Machine, standard
-from execute.validate import Checked, check
+from execute.validate import Checked, check, unlike
 
 FILE = """
 [model]
@@ -93,6 +94,28 @@ def test_the_job_is_measured_beside_the_dry_run_and_recorded(run_file: str, tmp_
     assert "time is shown, not judged" in out
     kept, = (tmp_path / "records").iterdir()
     assert read_record(kept).outcome.kind == "ok"
+
+
+def test_constants_of_another_machine_judge_with_a_warning(run_file: str, tmp_path: Path) -> None:
+    """Not a refusal: the same rows are judged, and text and JSON say whose constants they are judged by."""
+    ours, theirs, nobodys = (tmp_path / f"{name}.toml" for name in ("ours", "theirs", "nobodys"))
+    here = environment()
+    ours.write_text(f"[machine]\nhost = {json.dumps(here.host)}\n")
+    theirs.write_text('[machine]\nhost = "lab2"\naccelerator = "h100_sxm"\n')
+    nobodys.write_text("")
+    cases = [Case("one", cpu_run()), Case("two", cpu_run(LLAMA, "ddp", 2))]
+    assert unlike(cases, None) == unlike(cases, str(ours)) == []
+    assert unlike(cases, str(nobodys)) == [f"{nobodys}: it does not say which machine it was fitted on"]
+    where, what = unlike(cases, str(theirs))
+    assert where.startswith(f"{theirs}: it was fitted on lab2, and this is {here.host} (")
+    assert what == f"{theirs}: it was fitted for h100_sxm, and prices cpu_epyc_2core here"
+    code, out, errors = validated(run_file, "--mode", "solo", "--steps", "2", "--profile", str(theirs), "--json")
+    assert code in (0, 4), errors
+    answer = json.loads(out)
+    assert answer["warnings"] == [where, what]
+    assert answer["cases"][0]["time_judged"]
+    code, out, _ = validated(run_file, "--mode", "solo", "--steps", "2", "--profile", str(theirs))
+    assert f"warning: {where}; its times are judged all the same\n" in out
 
 
 def test_one_rank_alone(run_file: str) -> None:

@@ -102,7 +102,7 @@ class ExpertFSDP(FSDP):
         if not self.reshard:
             return []
         ahead = self.plan.backward_prefetch
-        ops = [] if ahead else self._gather(group, "gather")
+        ops = [*self._pre_hook(group), *([] if ahead else self._gather(group, "gather"))]
         ops += self._copy_out(group, "gather", (self._buffer(group),) if self.size[group] > 1 else ())
         ops.append(self._record("copied"))
         if self.size[group] > 1:
@@ -129,7 +129,7 @@ class ExpertFSDP(FSDP):
         return self._backward_gather(EXPERTS, following)
 
     def _enter_forward(self) -> list[Op]:
-        ops = self._gather(EXPERTS, "gather")
+        ops = [*self._pre_hook(EXPERTS), *self._gather(EXPERTS, "gather")]
         if self.edp > 1:
             ops.append(self._hold("copied", REPLICAS)._replace(frees=(self._buffer(LAYER),)))
         return [*ops, *self._copy_out(EXPERTS, "gather", ()), self._record("copied")]
@@ -138,7 +138,8 @@ class ExpertFSDP(FSDP):
         """A recompute gathers as forward does (or finds what was gathered ahead), and keeps the parameters for the backward that follows."""
         if not self.reshard:
             return []
-        return [*([] if self.plan.backward_prefetch else self._gather(EXPERTS, "gather")), *self._copy_out(EXPERTS, "gather", ()), self._record("copied")]
+        ahead = [] if self.plan.backward_prefetch else self._gather(EXPERTS, "gather")
+        return [*self._pre_hook(EXPERTS), *ahead, *self._copy_out(EXPERTS, "gather", ()), self._record("copied")]
 
     def _leave_again(self) -> list[Op]:
         kept = (self._buffer(EXPERTS),) if self.reshard and self.edp > 1 else ()

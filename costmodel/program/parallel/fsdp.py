@@ -113,13 +113,17 @@ class FSDP(Strategy):
                               name=f"all_gather({group})", frees=cast, detached=True, inline=True))
         return ops
 
+    def _pre_hook(self, group: str) -> list[Op]:
+        """The host's work in a group's pre-forward or pre-backward."""
+        return [work(f"fsdp.pre_hook({group})", FSDP_HOOK)] if self.groups[group].numel else []
+
     def _copy_out(self, group: str, event: str, free: tuple[Tensor, ...]) -> list[Op]:
         if not self.groups[group].numel:
             return []
         moved = 2.0 * self._weights(group)
         count = len(self.groups[group].params)
         wait = [] if self.size[group] == 1 else [Op(f"fsdp.wait({group})", "wait", kernels=0, event=event)]
-        return [work(f"fsdp.pre_hook({group})", FSDP_HOOK), *wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
+        return [*wait, Op(f"fsdp.copy_out({group})", "memory", nbytes=moved, dtype=self.low, kernels=1 + count // 8,
                           allocs=(self._params(group),), frees=free)]
 
     # -- forward ---------------------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class FSDP(Strategy):
     def forward_begin(self, micro: str) -> list[Op]:
         if not self.gathers_in_forward(micro):
             return []
-        return [*self._gather(ROOT, "gather"), *self._copy_out(ROOT, "gather", ()), self._record("copied")]
+        return [*self._pre_hook(ROOT), *self._gather(ROOT, "gather"), *self._copy_out(ROOT, "gather", ()), self._record("copied")]
 
     def _record(self, event: str) -> Op:
         return Op(f"fsdp.record({event})", "record", kernels=0, event=event)
@@ -162,7 +166,7 @@ class FSDP(Strategy):
         """
         if unit != LAYER or not self.gathers_in_forward(micro):
             return []
-        ops = self._gather(LAYER, "gather")
+        ops = [*self._pre_hook(LAYER), *self._gather(LAYER, "gather")]
         if self.n > 1:
             hold = self._hold("copied")
             previous = (self._buffer(ROOT if index == 0 else self.last_in_layer),) if index or self.groups[ROOT].numel else ()
@@ -190,7 +194,7 @@ class FSDP(Strategy):
     def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER or not self.reshard:
             return []
-        ops: list[Op] = []
+        ops = self._pre_hook(LAYER)
         if not self.plan.backward_prefetch:
             ops += self._gather(LAYER, "gather")
         ops += self._copy_out(LAYER, "gather", (self._buffer(LAYER),) if self.n > 1 else ())
@@ -212,6 +216,7 @@ class FSDP(Strategy):
         if index == last:
             return ops
         prefetched = index == last - 1 and self.plan.backward_prefetch
+        ops += self._pre_hook(LAYER)
         ops += [] if prefetched else self._gather(LAYER, "gather")
         return [*ops, *self._copy_out(LAYER, "gather", ()), self._record("copied")]
 
