@@ -27,6 +27,15 @@ SPLIT_GPT = {**GPT, "fused_qkv": False}
 HEADS = {"layers": 2, "hidden": 64, "heads": 16, "kv_heads": 4, "head_dim": 128, "ffn": 64, "vocab": 64}
 """Attention much wider than the rest: the peak lies in it."""
 EIGHT = {**LLAMA, "layers": 8}
+LATENT = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 1408, "vocab": 256,
+          "mla": {"q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}}
+"""DeepSeek-V3's proportions."""
+WHOLE_QUERIES = {**LATENT, "mla": {**LATENT["mla"], "q_lora_rank": 0}}
+"""DeepSeek-V2-Lite's way."""
+LATENT_HEADS = {**LATENT, "layers": 2, "hidden": 64, "heads": 16, "ffn": 64, "vocab": 64}
+"""The peak lies in attention."""
+WINDOW = {**DEEP, "sliding_window": 128}
+"""Mistral's way: every layer sees the last tokens alone."""
 MIXTURE = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 704}}
 WIDE = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 """Llama 3 8B's layer."""
@@ -137,7 +146,7 @@ def cases() -> list[Case]:
         case("single deep op ckpt", DEEP, 1, "single", {"precision": "bf16-pure"}, checkpointing="selective:op"),
         case("fsdp deep op ckpt", DEEP, 8, "fsdp", checkpointing="selective:op"),
     ]
-    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases()
+    return found + optimizer_cases() + float8_cases() + tensor_cases() + context_cases() + pipeline_cases() + expert_cases() + attention_cases()
 
 
 def optimizer_cases() -> list[Case]:
@@ -305,6 +314,92 @@ def expert_cases() -> list[Case]:
         case("moe fsdp 8 x ep 4 capacity 1.25", deep, 8, "fsdp", {"moe_capacity_factor": 1.25}, ep=4),
         case("moe hsdp 2 x 4 x ep 2", deep, 8, "hsdp", dp_shard=4, ep=2),
         case("qwen3-30b-a3b fsdp 64 x ep 8 full ckpt", "qwen3-30b-a3b", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
+    ]
+
+
+def attention_cases() -> list[Case]:
+    return window_cases() + latent_cases() + kind_cases()
+
+
+def window_cases() -> list[Case]:
+    """Sliding windows: flash kernels that skip, and masks."""
+    pure = {"precision": "bf16-pure"}
+    return [
+        case("window single flash", WINDOW, 1, "single", pure),
+        case("window single flash autocast dropout", WINDOW, 1, "single", {"dropout": 0.1}),
+        case("window single eager cpu fp32", WINDOW, 1, "single", {"precision": "fp32"}, gpu="cpu_epyc_2core"),
+        case("window fsdp 8 full ckpt", WINDOW, 8, "fsdp", checkpointing="full"),
+        case("window fsdp 8 attention ckpt", WINDOW, 8, "fsdp", checkpointing="selective"),
+        case("window fsdp 4 x tp 2 sp", WINDOW, 8, "fsdp", tp=2, sequence_parallel=True),
+        case("window fsdp 2 x cp 2 ulysses", WINDOW, 4, "fsdp", cp=2, cp_kind="ulysses"),
+        case("mistral-7b-v0.1 fsdp 16 full ckpt", "mistral-7b-v0.1", 16, "fsdp", {"seq_len": 8192}, checkpointing="full"),
+    ]
+
+
+def latent_cases() -> list[Case]:
+    """Latent attention, with and without a latent for queries."""
+    pure, cpu = {"precision": "bf16-pure"}, "cpu_epyc_2core"
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    return [
+        case("latent single bf16-pure", LATENT, 1, "single", pure),
+        case("latent single autocast", LATENT, 1, "single"),
+        case("latent single fp32", LATENT, 1, "single", {"precision": "fp32"}),
+        case("latent single queries whole", WHOLE_QUERIES, 1, "single", pure),
+        case("latent single wide heads", LATENT_HEADS, 1, "single", pure),
+        case("latent single wide heads autocast", LATENT_HEADS, 1, "single"),
+        case("latent single eager dropout", LATENT, 1, "single", {**pure, "attention": "eager", "dropout": 0.1}),
+        case("latent single eager one sequence", LATENT_HEADS, 1, "single", {**pure, "attention": "eager", "micro_batch": 1}),
+        case("latent single cpu eager fp32", LATENT, 1, "single", {"precision": "fp32", "attention": "eager"}, gpu=cpu),
+        case("latent single cpu sdpa fp32", LATENT, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("latent ddp 8", LATENT, 8, "ddp"),
+        case("latent zero1 4", WHOLE_QUERIES, 4, "zero1", pure),
+        case("latent fsdp 8", LATENT, 8, "fsdp"),
+        case("latent fsdp 8 tiny", LATENT, 8, "fsdp", tiny),
+        case("latent fsdp 8 full ckpt", LATENT, 8, "fsdp", {"micro_batch": 8}, checkpointing="full"),
+        case("latent fsdp 8 attention ckpt", LATENT, 8, "fsdp", checkpointing="selective"),
+        case("latent fsdp 8 op ckpt", LATENT, 8, "fsdp", checkpointing="selective:op"),
+        case("latent pp 4 x fsdp 2 middle", {**LATENT, "layers": 8}, 8, "fsdp", {"grad_accum": 4}, stage=1, pp=4, reshard_after_forward=False),
+        case("latent pp 4 zb-h1 middle", {**LATENT, "layers": 8}, 4, "ddp", {**pure, "grad_accum": 8}, stage=1, pp=4, schedule="zb-h1"),
+        case("latent moe fsdp 8 x ep 4", {**LATENT, "moe": MIXTURE["moe"]}, 8, "fsdp", ep=4),
+    ]
+
+
+def kind_cases() -> list[Case]:
+    """Layers of several kinds: windows in some, dense layers before a mixture."""
+    pure, cpu = {"precision": "bf16-pure"}, "cpu_epyc_2core"
+    some = {**EIGHT, "vocab": 256, "sliding_window": 128, "window_pattern": "SSL"}
+    first = {**MIXTURE, "layers": 6, "vocab": 256, "moe": {**MIXTURE["moe"], "first_dense_layers": 2}}
+    tiny = {"seq_len": 64, "micro_batch": 1}
+    kept = {"reshard_after_forward": False}
+    eight = {**first, "layers": 8, "vocab": 4096, "moe": {**first["moe"], "first_dense_layers": 3}}
+    return [
+        case("kinds windows single", some, 1, "single", pure),
+        case("kinds windows single autocast ckpt", some, 1, "single", checkpointing="full"),
+        case("kinds windows cpu eager fp32", some, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("kinds windows fsdp 8 every 2nd", some, 8, "fsdp", checkpointing="every:2"),
+        case("kinds windows fsdp 8 groups of 2", some, 8, "fsdp", {"micro_batch": 8}, checkpointing="full:2"),
+        case("kinds windows ddp 8 small buckets", some, 8, "ddp", bucket_mb=2),
+        case("kinds windows pp 4 x fsdp 2 middle", some, 8, "fsdp", {"grad_accum": 4}, stage=2, pp=4, **kept),
+        case("kinds dense first single", first, 1, "single", pure),
+        case("kinds dense first single cpu fp32", first, 1, "single", {"precision": "fp32"}, gpu=cpu),
+        case("kinds dense first autocast ckpt", first, 1, "single", {"micro_batch": 4}, checkpointing="full"),
+        case("kinds dense first op ckpt", first, 1, "single", pure, checkpointing="selective:op"),
+        case("kinds dense first ddp 8", first, 8, "ddp", bucket_mb=2),
+        case("kinds dense first zero1 4", first, 4, "zero1", pure),
+        case("kinds dense first zero2 4", first, 4, "zero2", pure),
+        case("kinds dense first fsdp 8", first, 8, "fsdp"),
+        case("kinds dense first fsdp 8 tiny foreach", first, 8, "fsdp", {**tiny, "optimizer": "adamw:foreach"}),
+        case("kinds dense first fsdp 8 full ckpt", first, 8, "fsdp", {"micro_batch": 4}, checkpointing="full"),
+        case("kinds dense first fsdp 8 kept accumulate", first, 8, "fsdp", {"grad_accum": 2}, **kept),
+        case("kinds dense first hsdp 2 x 4", first, 8, "hsdp", {**tiny, "grad_accum": 2}, dp_shard=4),
+        case("kinds dense first fsdp 8 x ep 4", first, 8, "fsdp", ep=4),
+        case("kinds dense first fsdp 8 x ep 8 tiny", first, 8, "fsdp", tiny, ep=8),
+        case("kinds dense first fsdp 8 x ep 4 full ckpt", first, 8, "fsdp", {"micro_batch": 4}, ep=4, checkpointing="full"),
+        case("kinds dense first fsdp 8 x ep 4 every 2nd", first, 8, "fsdp", tiny, ep=4, checkpointing="every:2"),
+        case("kinds dense first fsdp 8 x ep 4 accumulate, no sync", first, 8, "fsdp", {"grad_accum": 2}, ep=4, sync_each_micro_batch=False),
+        *(case(f"kinds dense first pp 4 x fsdp 2 rank {r}", eight, 8, "fsdp", {"grad_accum": 4}, stage=r, pp=4, **kept) for r in (0, 1, 3)),
+        case("kinds dense first pp 4 x ddp 2 rank 1", eight, 8, "ddp", {**pure, "grad_accum": 4}, stage=1, pp=4),
+        case("deepseek-v2-lite fsdp 64 x ep 8 full ckpt", "deepseek-v2-lite", 64, "fsdp", {"seq_len": 4096}, ep=8, checkpointing="full"),
     ]
 
 

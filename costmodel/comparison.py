@@ -11,7 +11,7 @@ from typing import Any
 
 from costmodel.catalog.profiles import Profile, load_profile
 from costmodel.prediction import predict, single_gpu
-from costmodel.report import CATEGORIES, MemoryReport, StepReport, Verdict
+from costmodel.report import CATEGORIES, MemoryReport, StepReport, Training, Verdict
 from costmodel.spec import PlanError, Run
 from costmodel.waterfall import Waterfall, meaning, waterfall
 
@@ -71,6 +71,8 @@ class Entry:
     exposed_s: float
     """What compute waited for of it."""
     memory: Memory
+    training: Training | None = None
+    """The whole training, where the run says its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,8 @@ def _entry(label: str, one: Predicted, base: Predicted) -> Entry:
     scaling = report.scaling
     return Entry(label, one.name, run.cluster.gpus, run.cluster.nodes, run.model.params, report.tokens_per_step, step, rate, each,
                  each / other if run.model == base.run.model else None, scaling.weak if scaling else None, scaling.strong if scaling else None,
-                 mfu, report.hfu, communication, exposed, _memory(report))
+                 mfu, report.hfu, communication, exposed, _memory(report),
+                 report.training(run.recipe.train_tokens) if run.recipe.train_tokens else None)
 
 
 def _memory(report: StepReport) -> Memory:

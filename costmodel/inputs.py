@@ -19,18 +19,18 @@ from pydantic import ValidationError
 from costmodel import catalog
 from costmodel.spec import Checkpointing, Cluster, Model, OptimizerSpec, Plan, PlanError, Precision, Recipe, Run, Spec
 from costmodel.spec.presets import precision_preset
-from costmodel.spec.run import V_SHAPED
-from costmodel.spec.sizing import model_from_params
+from costmodel.spec.run import BEFORE_AMPERE, V_SHAPED
+from costmodel.spec.sizing import model_from_params, parse_count
 
 DEFAULT_GPU = "h100_sxm"
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_LOSS_CHUNKS = 8
-STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron", "muon-distributed")
+STRATEGIES = ("single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron", "megatron-fsdp", "muon-distributed")
 OPTIMIZER_WORDS = ("sgd", "momentum", "adam", "adamw", "adam8bit", "muon")
 STRATEGY_FIELDS: dict[str, dict[str, Any]] = {
     "single": {"zero": 0}, "ddp": {"zero": 0}, "dataparallel": {"zero": 0, "single_process": True}, "zero1": {"zero": 1},
     "zero2": {"zero": 2}, "zero3": {"zero": 3}, "fsdp": {"zero": 3}, "fsdp2": {"zero": 3}, "hsdp": {"zero": 3},
-    "megatron": {"framework": "megatron"}, "muondistributed": {"framework": "nanochat", "zero": 1}}
+    "megatron": {"framework": "megatron"}, "megatronfsdp": {"framework": "megatron", "zero": 3}, "muondistributed": {"framework": "nanochat", "zero": 1}}
 """What each strategy word means; "hsdp" also shards within a node only."""
 OTHER_FIELDS = {
     "tp": "tp = 2, say", "pp": "pp = 2, say", "cp": "cp = 2, say", "ep": "ep = 2, say", "sequenceparallel": "sequence_parallel = true beside tp",
@@ -50,6 +50,7 @@ class Resolved(NamedTuple):
 CLUSTER_WORDS = ("name", "gpu", "accelerator", "gpus", "nodes", "gpus_per_node", "host", "levels", "host_memory_bytes", "memory_bytes", "slow_rank",
                  "link_factors")
 PLAN_WORDS = ("strategy", "dp", "bucket_mb")
+RECIPE_WORDS = ("batch_tokens",)
 S = TypeVar("S", bound=Spec)
 
 
@@ -140,13 +141,15 @@ def unknown_keys(section: str, given: Mapping[str, Any], known: tuple[str, ...])
         if key not in known:
             close = [k for k in known if len(str(key)) > 2 and k.startswith(str(key))] or difflib.get_close_matches(str(key), known, 1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(known)}."
+            if section == "model" and key in INPUT_KEYS:
+                hint = f"{key} stands above the tables, not in one."
             if not section and (homes := [f"{home}.{key}" for home, fields in _SECTIONS.items() if key in fields]):
                 hint = f"Did you mean {' or '.join(homes)}?"
             raise PlanError(f"{section}.{key}".strip("."), given[key], "there is no such field.", hint)
 
 
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": tuple(Recipe.model_fields), "cluster": CLUSTER_WORDS,
+    "plan": (*Plan.model_fields, *PLAN_WORDS), "recipe": (*Recipe.model_fields, *RECIPE_WORDS), "cluster": CLUSTER_WORDS,
     "model": tuple(Model.model_fields)}
 
 
@@ -386,11 +389,11 @@ def checkpointing_word(word: str) -> Checkpointing:
     except (ValueError, ValidationError):
         pass
     raise PlanError("plan.checkpointing", word, "is not a checkpointing word.",
-                    "Use none, full, full:4 (groups of 4 layers), every:2 (each second layer) or selective.")
+                    "Use none, full, full:4 (groups of 4 layers), every:2 (each second layer), selective or selective:op.")
 
 
 def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, assumed: dict[str, str]) -> Recipe:
-    unknown_keys("recipe", given, tuple(Recipe.model_fields))
+    unknown_keys("recipe", given, (*Recipe.model_fields, *RECIPE_WORDS))
     given = {k: v for k, v in given.items() if v is not None}
     if "seq_len" not in given:
         given["seq_len"] = min(DEFAULT_SEQ_LEN, model.position_rows or DEFAULT_SEQ_LEN)
@@ -410,23 +413,41 @@ def _recipe(given: dict[str, Any], model: Model, cluster: Cluster, plan: Plan, a
         assumed["recipe.optimizer"] = "muon (nanochat's; AdamW for tables, head and vectors)"
     else:
         assumed["recipe.optimizer"] = "adamw (default; fused kernel)"
+    if "attention" not in given and model.sliding_window and (word := _windowed_attention(model, cluster, given)):
+        given["attention"] = word
+        assumed["recipe.attention"] = f"{given['attention']} (scaled_dot_product_attention knows no window)"
     for key, words in _KERNEL_DEFAULTS.items():
         if key not in given:
             assumed[f"recipe.{key}"] = words
+    if "train_tokens" in given:
+        given["train_tokens"] = _tokens("recipe.train_tokens", given["train_tokens"])
+    if "batch_tokens" in given:
+        given["global_batch"] = _sequences(_tokens("recipe.batch_tokens", given.pop("batch_tokens")), given, plan, assumed)
     given.update(_batch(given, plan, assumed))
     if "loss_chunks" not in given and isinstance(given["seq_len"], int):
         given["loss_chunks"] = max(1, min(DEFAULT_LOSS_CHUNKS, given["micro_batch"] * given["seq_len"]))
     return _build(Recipe, given)
 
 
+def _windowed_attention(model: Model, cluster: Cluster, given: Mapping[str, Any]) -> str:
+    """The kernel that a model with windows is given: FlashAttention-2, which skips what lies outside, where it runs; else eager, if the sequence is
+    longer than the window."""
+    accelerator = cluster.accelerator
+    flash = accelerator.kernel_table != "cpu" and accelerator.architecture not in BEFORE_AMPERE and model.head_dim <= 256
+    if flash and given["precision"].compute in ("bf16", "fp16", "fp8"):
+        return "fa2"
+    return "eager" if isinstance(given["seq_len"], int) and given["seq_len"] > model.sliding_window else ""
+
+
 def _default_precision(cluster: Cluster, plan: Plan) -> tuple[str, str]:
-    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32; under a pipeline in PyTorch without FSDP, where mixed
-    would be torch.autocast, bf16-pure or fp32. And why."""
+    """bf16-mixed where the device has bf16, else fp16-mixed, else (and on CPUs) fp32; under a pipeline or tensor parallelism in PyTorch without
+    FSDP, where mixed would be torch.autocast, bf16-pure or fp32. And why."""
     accelerator = cluster.accelerator
     if accelerator.kernel_table == "cpu":
         return "fp32", "default"
-    if plan.framework == "pytorch" and plan.pp > 1 and plan.zero != 3:
-        return ("bf16-pure" if "bf16" in accelerator.flops_per_s else "fp32"), "default under a pipeline, where torch.autocast is not predicted"
+    if plan.framework == "pytorch" and plan.pp * plan.tp > 1 and plan.zero != 3:
+        where = "a pipeline" if plan.pp > 1 else "tensor parallelism"
+        return ("bf16-pure" if "bf16" in accelerator.flops_per_s else "fp32"), f"default under {where}, where torch.autocast is not predicted"
     return next((f"{dtype}-mixed" for dtype in ("bf16", "fp16") if dtype in accelerator.flops_per_s), "fp32"), "default"
 
 
@@ -467,6 +488,35 @@ def optimizer_word(word: str) -> OptimizerSpec:
         return OptimizerSpec.model_validate({"name": name, "implementation": implementation or ("foreach" if name in ("sgd", "momentum") else "fused")})
     except ValidationError:
         raise PlanError("recipe.optimizer", word, "names no implementation.", "Use adamw:fused, adamw:foreach or adamw:for-loop.") from None
+
+
+def _tokens(field: str, value: Any) -> int:
+    """A count of tokens, which may be written 4M or 300B; K, M, B and T are thousands."""
+    words, example = "is not a number of tokens.", f"Write it as {'300B' if field.endswith('train_tokens') else '4M'} or a whole number."
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise PlanError(field, value, words, example)
+    try:
+        tokens = parse_count(value)
+    except (PlanError, OverflowError):
+        raise PlanError(field, value, words, example) from None
+    if not 1 <= tokens <= LARGEST_NUMBER:
+        raise PlanError(field, value, f"tokens are 1 to {LARGEST_NUMBER:,}.", example)
+    return tokens
+
+
+def _sequences(tokens: int, given: Mapping[str, Any], plan: Plan, assumed: dict[str, str]) -> int:
+    """The global batch nearest to a number of tokens that the data-parallel ranks share evenly."""
+    beside = "global_batch" if "global_batch" in given else "grad_accum" if "micro_batch" in given and "grad_accum" in given else ""
+    if beside:
+        raise PlanError("recipe.batch_tokens", tokens, f"{beside} is given as well, and with it the batch.", f"Leave {beside} out, or batch_tokens.")
+    each, seq_len = given.get("micro_batch", given.get("grad_accum", 1)), given["seq_len"]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (each, seq_len)):
+        return 1  # refused where these are read
+    unit = int(each) * plan.dp
+    batch: int = max(1, math.floor(tokens / (unit * seq_len) + 0.5)) * unit
+    near = "" if batch * seq_len == tokens else f", the nearest to {tokens:,} that dp {plan.dp} shares evenly"
+    assumed["recipe.global_batch"] = f"{batch} sequences = {batch * seq_len:,} tokens{near}"
+    return batch
 
 
 def _batch(given: Mapping[str, Any], plan: Plan, assumed: dict[str, str]) -> dict[str, int]:

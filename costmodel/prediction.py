@@ -8,12 +8,12 @@ from costmodel.program.build import Program, single_builder
 from costmodel.program.ir import BlockCounts, Comm, block_counts
 from costmodel.program.layers import resolved_attention
 from costmodel.program.parallel.base import OPTIONAL, Strategy
-from costmodel.program.zerobubble import SPLIT
 from costmodel.report import Basis, Collective, MemoryReport, RoleReport, Scaling, StepReport, TimeReport, Verdict
 from costmodel.repricing import interval, memory_intervals, program_of, time_log_sd
 from costmodel.simulate import Scan, seconds, step_time
 from costmodel.spec import Plan, Recipe, Run
 from costmodel.spec.cluster import NETWORKS
+from costmodel.spec.run import SPLIT
 from costmodel.timing import pipeline_times, slow_rank_waits, step_report, waiting
 
 MEASURED_PEERS = 7
@@ -51,7 +51,7 @@ def predict(run: Run, profile: Profile | str | None = None, *, scaling: bool = T
     read = [reading.memory_of(role, memo) for role in program.roles]
     roles = [RoleReport(role.role, role.ranks, role.example_rank, _memory(run, constants, m), time, sent[id(count)])
              for role, m, time, count in zip(program.roles, read, times, counts, strict=True)]
-    r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.tp
+    r, micro = run.recipe, run.micro_batches * run.plan.dp * run.plan.cp * run.plan.tp
     slowest = max(times, key=lambda t: t.step_s)
     return StepReport(
         provenance="predicted", roles=tuple(roles), world_size=run.cluster.gpus, tokens_per_step=run.tokens_per_step,
@@ -223,7 +223,7 @@ def _unread(run: Run, strategy: Strategy) -> list[str]:
         ("plan.checkpointing.group", c.group > 1 and c.mode != "full"),
         ("plan.checkpointing.every", c.every > 1 and c.mode != "full"),
         ("plan.checkpointing.ops", c.ops and c.mode != "selective"),
-        ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name != "megatron"),
+        ("recipe.grad_accum_fusion", r.grad_accum_fusion and strategy.name not in ("megatron", "megatron-fsdp")),
         ("recipe.loss_chunks", r.loss_chunks != chunks and r.loss not in ("chunked", "fused")),
         ("recipe.moe_imbalance", r.moe_imbalance > 1 and (p.ep == 1 or r.moe_capacity_factor is not None)),
         ("recipe.moe_capacity_factor", r.moe_capacity_factor and not m.moe)) if unread]

@@ -109,6 +109,19 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """Steps like this one, one after another, until so many tokens were seen: no restart, evaluation or checkpoint between them."""
+
+    tokens: int
+    steps: int
+    seconds: float
+    days: float
+    gpu_hours: float
+    interval_days: tuple[float, float] | None = None
+    """By the step's interval."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """The answer about one step; the roles, and the figures of the whole job."""
 
@@ -158,6 +171,16 @@ class StepReport:
     def hfu(self) -> float | None:
         """Hardware FLOPs per second over the peak."""
         return self._utilisation(self.hardware_flops)
+
+    def training(self, tokens: int) -> Training | None:
+        """What a training on so many tokens takes, where the step's time is known."""
+        if not self.step_s:
+            return None
+        steps = -(-tokens // self.tokens_per_step)
+        seconds, day = steps * self.step_s, 86400
+        low, high = (self.interval or {}).get("step_s", (0.0, 0.0))
+        return Training(tokens, steps, seconds, seconds / day, seconds / 3600 * self.world_size,
+                        (steps * low / day, steps * high / day) if high else None)
 
     @property
     def fullest(self) -> RoleReport:

@@ -113,7 +113,9 @@ def timeline(run: Run, profile: Profile | str | None = None, *, role: int = 0) -
     scan = Scan(prices)
     program = program_of(run)
     if not 0 <= role < len(program.roles):
-        raise PlanError("role", role, f"the run has {len(program.roles)} rank roles.", f"Use 0 to {len(program.roles) - 1}.")
+        roles = len(program.roles)
+        raise PlanError("role", role, "the run has one rank role." if roles == 1 else f"the run has {roles} rank roles.",
+                        "Use 0." if roles == 1 else f"Use 0 to {roles - 1}.")
     name = program.roles[role].role
     if run.plan.pp > 1:
         return _pipeline(run, program.pipeline, prices, scan, name, role)

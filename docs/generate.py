@@ -96,7 +96,8 @@ MEANINGS = {
     "Entry.name": "File, flags, or `one GPU`.", "Entry.gpus": "World size.", "Entry.nodes": "Nodes.", "Entry.params": "Parameters of the model.",
     "Entry.tokens_per_step": "Tokens of a step over all ranks.", "Entry.step_s": "Seconds of a step.", "Entry.tokens_per_s": "Of the job.",
     "Entry.tokens_per_s_per_gpu": "Of each GPU.", "Entry.mfu": "Model FLOPs per second over the peak.", "Entry.hfu": "With recompute.",
-    "Entry.memory": "Of the fullest rank.",
+    "Entry.memory": "Of the fullest rank.", "Training.tokens": "Tokens that are trained on.", "Training.steps": "Steps that takes.",
+    "Training.seconds": "Seconds of them.", "Training.days": "The same in days.", "Training.gpu_hours": "Hours of all GPUs together.",
     "Memory.role": "The role that peaks highest.", "Memory.allocated": "Live tensors at the peak.", "Memory.reserved": "What the allocator holds.",
     "Memory.device": "What nvidia-smi shows.", "Memory.capacity": "What the device offers.", "Memory.verdict": "Of the run: its worst role.",
     "Difference.label": "The run that is compared with A.", "Difference.before_s": "Seconds of a step of A.",
@@ -128,9 +129,10 @@ def types() -> dict[str, type]:
     from costmodel import comparison, explain, records, report, spec, waterfall
     found: list[type] = [spec.Model, spec.MoE, spec.MLA, spec.Cluster, spec.Accelerator, spec.Level, spec.Plan, spec.Checkpointing, spec.Recipe, spec.Precision,
              spec.OptimizerSpec, report.StepReport, report.RoleReport, report.MemoryReport, report.Peak, report.TimeReport, report.Collective,
-             report.Scaling, waterfall.Waterfall, waterfall.Bar, comparison.Comparison, comparison.Entry, comparison.Memory, comparison.Difference,
-             comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term, explain.LayerSplit,
-             explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight, records.Record, records.Outcome, records.Environment]
+             report.Scaling, report.Training, waterfall.Waterfall, waterfall.Bar, comparison.Comparison, comparison.Entry, comparison.Memory,
+             comparison.Difference, comparison.BarDifference, explain.Explanation, explain.Axis, explain.Holding, explain.Movement, explain.Term,
+             explain.LayerSplit, explain.WeightCut, explain.Fall, explain.Pipeline, explain.StageHeld, explain.Weight,
+             records.Record, records.Outcome, records.Environment]
     return {kind.__name__: kind for kind in found}
 
 

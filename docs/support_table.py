@@ -38,6 +38,8 @@ ORACLES = {
     "published runs": Oracle("memory and time of published runs", "docs/accuracy.md"),
     "torch's code": Oracle("counts by hand of what torch.nn.DataParallel's code does, and a published comparison with DDP",
                            "tests/physics/test_dataparallel.py"),
+    "Megatron's code": Oracle("bytes, messages and buffers of Megatron-FSDP, counted by hand from its code, and the ZeRO paper's traffic",
+                              "tests/physics/test_megatron_fsdp.py"),
     "real ranks": Oracle("real tensors, byte by byte: one process, or two ranks under gloo", "tests/execute/test_real_runs.py"),
     "its dry run": Oracle("the dry run of the same rank, byte by byte, on a CPU", "tests/execute/test_solo.py"),
     "one process": Oracle("gradients and losses of one process with the same batch", "tests/execute/test_same_mathematics.py"),
@@ -84,6 +86,9 @@ ROWS = (
     Row("fsdp", "PyTorch (also called zero3)", {"strategy": "fsdp"}, ("dry run", "papers' bytes", "published runs")),
     Row("hsdp", "PyTorch", {"strategy": "hsdp", "dp_replicate": 2}, dry=()),
     Row("megatron-distributed-optimizer", "Megatron", {**MEGATRON, "zero": 1}, ("papers' bytes", "published runs")),
+    Row("megatron-distributed-optimizer", "Megatron, two instances", {**MEGATRON, "zero": 1, "dp_replicate": 2}, ("papers' bytes", "published runs")),
+    Row("megatron-fsdp", "Megatron", {**MEGATRON, "zero": 3}, ("Megatron's code", "published runs")),
+    Row("megatron-fsdp", "Megatron, with replicas (HSDP)", {**MEGATRON, "zero": 3, "dp_replicate": 2}, ("Megatron's code",)),
     Row("tp", "PyTorch, alone", {"strategy": "ddp", "tp": 8, "dp": 1}, gpus=8, recipe=PURE, model={**LLAMA, "kv_heads": 8}),
     Row("tp", "PyTorch, sequence-parallel, with FSDP", {"strategy": "fsdp", "tp": 2, "sequence_parallel": True}, dry=(), recipe=PURE),
     Row("tp", "Megatron", {**MEGATRON, "zero": 1, "tp": 2}, ("papers' layers", "published runs")),
@@ -140,8 +145,11 @@ PARTS = (
     Part("loss: in place", {"loss": "inplace"}),
     Part("torch.compile", {"compile": True}), Part("CUDA graphs", {"cuda_graphs": True}), Part("dropout", {"dropout": 0.1}),
     Part("offload of optimizer states", {}, {"offload": "optimizer"}),
-    Part("mixture of experts", model="mixtral-8x7b"), Part("latent attention", model="deepseek-v2-lite"),
-    Part("sliding windows", model={**LLAMA, "sliding_window": 128, "attention_pattern": "alternating"}),
+    Part("mixture of experts", model="mixtral-8x7b"), Part("dense layers before a mixture of experts", model={
+        **MIXTURE, "moe": {**MIXTURE["moe"], "first_dense_layers": 1}}), Part("latent attention", model={**LLAMA, "kv_heads": LLAMA["heads"], "mla": {
+        "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}),
+    Part("sliding windows", model={**LLAMA, "sliding_window": 128}),
+    Part("sliding windows in some layers", model={**LLAMA, "sliding_window": 128, "attention_pattern": "alternating"}),
 )
 
 
@@ -183,7 +191,7 @@ def gpu_records() -> tuple[Record, ...]:
 def way(run: Run) -> tuple[Any, ...]:
     """What makes two plans the same way to spread a step."""
     p = run.plan
-    spread = p.framework, p.zero, p.dp > 1, p.zero == 3 and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel
+    spread = p.framework, p.zero, p.dp > 1, (p.zero == 3 or p.framework == "megatron" and p.zero > 0) and p.dp_replicate > 1, p.tp > 1, p.sequence_parallel
     return *spread, p.schedule if p.pp > 1 else None, p.cp_kind if p.cp > 1 else None, p.ep > 1
 
 

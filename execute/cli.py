@@ -8,6 +8,7 @@ import typer
 from costmodel.cli.guard import GuardedGroup, InputError
 from costmodel.cli.options import Given, SectionedCommand, takes_run
 from execute import require_torch_or_refuse
+from execute.commands import check_rank
 from execute.lab_command import lab
 from execute.run_command import run
 from execute.solo_command import solo
@@ -24,7 +25,7 @@ def _program() -> None:
     """Exit codes: 0 done, 1 unexpected error, 2 bad input or no PyTorch, 3 out of memory, 4 outside the tolerance, 5 a rank failed, 6 timeout."""
 
 
-@app.command(cls=SectionedCommand)
+@app.command(cls=SectionedCommand, short_help="One rank on fake tensors: bytes and collectives, no GPU.")
 @takes_run
 def dryrun(
     given: Given,
@@ -38,8 +39,7 @@ def dryrun(
     run = given.resolve().run
     if against not in ("", "predict"):
         raise InputError(f"--against {against}: it knows the prediction only. Use --against predict.")
-    if not 0 <= rank < run.plan.world_size:
-        raise InputError(f"--rank {rank}: the run has {run.plan.world_size} ranks. Use --rank 0 to {run.plan.world_size - 1}.")
+    check_rank(rank, run.plan.world_size)
     from execute.dryrun import dry_run
     with given.naming():
         report = dry_run(run, rank)
@@ -56,7 +56,7 @@ def dryrun(
         raise typer.Exit(OUTSIDE_TOLERANCE)
 
 
-app.command(cls=SectionedCommand)(solo)
-app.command(cls=SectionedCommand)(run)
-app.command(cls=SectionedCommand)(validate)
-app.command(cls=SectionedCommand)(lab)
+app.command(cls=SectionedCommand, short_help="One rank of a job on one real device, alone.")(solo)
+app.command(cls=SectionedCommand, short_help="The job itself under torchrun: time, memory, communication.")(run)
+app.command(cls=SectionedCommand, short_help="Predicted against dry run against measured, case by case.")(validate)
+app.command(cls=SectionedCommand, short_help="Every strategy against one device, measured and explained.")(lab)

@@ -37,6 +37,13 @@ def check_least(value: float, option: str, least: float, use: float) -> None:
         raise InputError(f"{option} {value:g}: must be at least {least:g}. Use {option} {use:g}.")
 
 
+def check_rank(rank: int, world: int) -> None:
+    """Refuse a rank that the run does not have."""
+    if not 0 <= rank < world:
+        has, use = ("one rank", "0") if world == 1 else (f"{world} ranks", f"0 to {world - 1}")
+        raise InputError(f"--rank {rank}: the run has {has}. Use --rank {use}.")
+
+
 def check_timeout(seconds: float, use: float) -> None:
     """Refuse a time in which nothing can be done."""
     if seconds <= 0:

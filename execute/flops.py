@@ -1,19 +1,21 @@
 """FLOPs that a step needs, by the closed form of PaLM: what the MFU and HFU of a measured step rest on. No prediction is asked."""
 
 from costmodel.spec import Run
+from costmodel.spec.kinds import layer_kinds
 from costmodel.spec.parameters import layer_params
 
 
 def model_flops(run: Run) -> float | None:
     """FLOPs of one step over all ranks: 6 for each parameter of a matrix (the head's too, tied or not; the embedding is looked up) and
-    12·L·a·d·s for attention, the whole square, a token. Source: arXiv 2204.02311, appendix B.
+    12·L·a·d·s for attention (6·L·a·(d + d_v)·s where values are narrower), the whole square, a token; of a layer with a window of w tokens
+    12·a·d·w. Source: arXiv 2204.02311, appendix B.
 
     None for models that do not multiply each token by every matrix, or attend in another way.
     """
     m = run.model
-    if m.moe is not None or m.mla is not None or m.hybrid or m.mtp_depth or m.extra_params:
+    if m.moe is not None or m.hybrid or m.mtp_depth or m.extra_params:
         return None
-    return 3.0 * run.tokens_per_step * (m.layers * (_matrices(run) + _attention(run)) + _head(run))
+    return 3.0 * run.tokens_per_step * (m.layers * _matrices(run) + sum(_attention(run)) + _head(run))
 
 
 def hardware_flops(run: Run) -> float | None:
@@ -26,9 +28,9 @@ def hardware_flops(run: Run) -> float | None:
         return None
     again = _head(run) if run.recipe.loss == "chunked" else 0.0
     if c.mode == "selective":
-        again += m.layers * _attention(run)
+        again += sum(_attention(run))
     elif c.mode == "full":
-        again += -(-m.layers // c.every) * (_matrices(run) + _attention(run))
+        again += -(-m.layers // c.every) * _matrices(run) + sum(_attention(run)[::c.every])
     return needed + run.tokens_per_step * again
 
 
@@ -37,9 +39,10 @@ def _matrices(run: Run) -> float:
     return 2.0 * sum(p.numel for p in layer_params(run.model) if len(p.shape) == 2)
 
 
-def _attention(run: Run) -> float:
-    """Forward FLOPs of a layer's scores and of what they weigh, a token."""
-    return 4.0 * run.model.heads * run.model.head_dim * run.recipe.seq_len
+def _attention(run: Run) -> list[float]:
+    """Forward FLOPs of each layer's scores and of what they weigh, a token."""
+    m, s = run.model, run.recipe.seq_len
+    return [2.0 * m.heads * (m.head_dim + (m.mla.v_head_dim if m.mla else m.head_dim)) * (kind.window or s) for kind in layer_kinds(m, s)]
 
 
 def _head(run: Run) -> float:

@@ -24,7 +24,7 @@ class Kernels(Protocol):
     def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor: ...
     def dropout(self, x: Tensor, p: float) -> Tensor: ...
     def softmax(self, scores: Tensor) -> Tensor: ...
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str, window: int = 0) -> Tensor: ...
     def flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
     def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]: ...
     def grouped(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor: ...
@@ -45,7 +45,9 @@ class Plain:
     def softmax(self, scores: Tensor) -> Tensor:
         return scores.softmax(-1)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str, window: int = 0) -> Tensor:
+        if window:
+            return windowed_flash(q, k, v, p, window)
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -88,15 +90,20 @@ class CudaTable:
     def softmax(self, scores: Tensor) -> Tensor:
         return (scores.float() if _autocast() else scores).softmax(-1)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, kind: str, window: int = 0) -> Tensor:
         """The operator that scaled_dot_product_attention picks on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
         16-bit inputs: flash (or cuDNN where asked), which keeps q, k, v, the output and a float32 log-sum-exp. float32: the
-        memory-efficient kernel, which has no grouped queries: with fewer key heads than query heads the math path runs.
+        memory-efficient kernel, which has no grouped queries: with fewer key heads than query heads the math path runs. Values narrower
+        than queries: the memory-efficient kernel, or cuDNN's, which keep the same.
         """
         if _autocast():
             low = torch.get_autocast_dtype("cpu")
             q, k, v = q.to(low), k.to(low), v.to(low)
+        if window:
+            return windowed_flash(q, k, v, p, window)
+        if q.shape[-1] != v.shape[-1] and kind != "cudnn":
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, causal)[0]
         if q.dtype == torch.float32:
             if q.shape[1] != k.shape[1]:
                 return aten._scaled_dot_product_attention_math(q, k, v, None, p, causal, enable_gqa=True)[0]
@@ -119,6 +126,13 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
     """FlashAttention-2's operator, on a GPU or on fake tensors."""
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
     return out, lse
+
+
+def windowed_flash(q: Tensor, k: Tensor, v: Tensor, p: float, window: int) -> Tensor:
+    """FlashAttention-2's operator with a window, causal: each token sees `window` tokens, itself the last of them. Only that operator takes one."""
+    parts = (t.transpose(1, 2) for t in (q, k, v))
+    return aten._flash_attention_forward(*parts, None, None, q.shape[2], k.shape[2], p, True, False, window_size_left=window - 1,
+                                         window_size_right=0)[0].transpose(1, 2)
 
 
 def cuda_flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:

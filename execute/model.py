@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from costmodel.spec import Checkpointing, Model, Recipe
+from costmodel.spec.kinds import LayerKind, layer_kinds
 from execute.checkpoint import Around, checkpoint, checkpoint_ops, layer_groups
 from execute.dtypes import DTYPES
 from execute.experts import Experts, mixture
@@ -88,9 +89,10 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Projections, rotary positions, the attention core, the output projection."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, kind: LayerKind) -> None:
         super().__init__()
         self.context = context
+        self.window = kind.window
         m = context.model
         self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         if m.fused_qkv:
@@ -105,8 +107,9 @@ class Attention(nn.Module):
             self.k_norm = Norm(context, self.kv_width if full else m.head_dim, weight=weight, bias=False)
         self.out = context.linear(self.q_width, m.hidden, bias=m.attention_out_bias)
 
-    def forward(self, x: Tensor, tables: "Tables") -> Tensor:
-        m, context = self.context.model, self.context
+    def queries_keys_values(self, x: Tensor, tables: "Tables") -> tuple[Tensor, Tensor, Tensor]:
+        """Of every token and head, [batch, tokens, heads, head_dim]."""
+        m = self.context.model
         batch, tokens, _ = x.shape
         if m.fused_qkv:
             q, k, v = self.qkv(x).split((self.q_width, self.kv_width, self.kv_width), -1)
@@ -119,6 +122,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if m.positions == "rope":
             q, k = rotate(q, tables), rotate(k, tables)
+        return q, k, v
+
+    def forward(self, x: Tensor, tables: "Tables") -> Tensor:
+        context = self.context
+        batch, tokens, _ = x.shape
+        q, k, v = self.queries_keys_values(x, tables)
         core = self.eager if context.recipe.attention == "eager" else self.fused
         if context.sequence:
             q = context.sequence.enter(q)
@@ -126,10 +135,11 @@ class Attention(nn.Module):
             v = context.sequence.enter(v)
             core = context.sequence.attention(core)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mask = tables.masks.get(self.window)
         if context.recompute_attention:
-            y = checkpoint(core, q, k, v, tables.mask, around=context.around, keep_rng=context.recipe.dropout > 0)
+            y = checkpoint(core, q, k, v, mask, around=context.around, keep_rng=context.recipe.dropout > 0)
         else:
-            y = core(q, k, v, tables.mask)
+            y = core(q, k, v, mask)
         y = y.transpose(1, 2)
         if context.sequence:
             y = context.sequence.leave(y)
@@ -137,7 +147,7 @@ class Attention(nn.Module):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         r = self.context.recipe
-        return self.context.kernels.attention(q, k, v, r.dropout, r.causal, r.attention)
+        return self.context.kernels.attention(q, k, v, r.dropout, r.causal, r.attention, self.window)
 
     def eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Scores, scale, mask, softmax, dropout, values, as nanoGPT writes it; k and v repeated for grouped queries."""
@@ -149,6 +159,39 @@ class Attention(nn.Module):
             scores = scores.masked_fill(mask, float("-inf"))
         weights = self.context.dropout(self.context.kernels.softmax(scores))
         return weights @ v
+
+
+class LatentAttention(Attention):
+    """Attention whose queries, and keys with values, come of narrow latents (DeepSeek-V2), as torchtitan's deepseek_v3 has it."""
+
+    def __init__(self, context: Context, kind: LayerKind) -> None:
+        nn.Module.__init__(self)
+        m = context.model
+        assert m.mla is not None
+        self.context, self.window, self.mla = context, kind.window, m.mla
+        if m.mla.q_lora_rank:
+            self.q_a = context.linear(m.hidden, m.mla.q_lora_rank, bias=False)
+            self.q_a_norm = Norm(context, m.mla.q_lora_rank, bias=False)
+            self.q_b = context.linear(m.mla.q_lora_rank, m.heads * m.head_dim, bias=False)
+        else:
+            self.q = context.linear(m.hidden, m.heads * m.head_dim, bias=False)
+        self.kv_a = context.linear(m.hidden, m.mla.kv_lora_rank + m.mla.qk_rope_head_dim, bias=False)
+        self.kv_a_norm = Norm(context, m.mla.kv_lora_rank, bias=False)
+        self.kv_b = context.linear(m.mla.kv_lora_rank, m.heads * (m.mla.qk_nope_head_dim + m.mla.v_head_dim), bias=False)
+        self.out = context.linear(m.heads * m.mla.v_head_dim, m.hidden, bias=m.attention_out_bias)
+
+    def queries_keys_values(self, x: Tensor, tables: "Tables") -> tuple[Tensor, Tensor, Tensor]:
+        mla, heads = self.mla, self.context.model.heads
+        batch, tokens, _ = x.shape
+        q = self.q_b(self.q_a_norm(self.q_a(x))) if mla.q_lora_rank else self.q(x)
+        q_nope, q_rope = q.view(batch, tokens, heads, -1).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), -1)
+        q = torch.cat((q_nope, rotate(q_rope, tables)), -1)
+        del q_nope, q_rope
+        latent, k_rope = self.kv_a(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        k_rope = rotate(k_rope.unsqueeze(2), tables)
+        kv = self.kv_b(self.kv_a_norm(latent)).view(batch, tokens, heads, -1)
+        k_nope, v = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), -1)
+        return q, torch.cat((k_nope, k_rope.expand(-1, -1, heads, -1)), -1), v
 
 
 class FeedForward(nn.Module):
@@ -173,18 +216,19 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One Transformer layer: pre-norm, post-norm (OLMo 2: the norm follows the block, inside the residual), sandwich or parallel."""
 
-    def __init__(self, context: Context, index: int, checkpointed: bool) -> None:
+    def __init__(self, context: Context, kind: LayerKind, checkpointed: bool) -> None:
         super().__init__()
         m = context.model
         self.context = context
+        self.moe = kind.moe
         self.checkpointed = checkpointed
         self.attention_norm = Norm(context, m.hidden)
-        self.attention = Attention(context)
+        self.attention = (LatentAttention if m.mla else Attention)(context, kind)
         if m.norms_per_layer == 4:
             self.attention_post_norm = Norm(context, m.hidden)
         if m.norms_per_layer >= 2:
             self.mlp_norm = Norm(context, m.hidden)
-        if m.moe is None:
+        if m.moe is None or not kind.moe:
             self.mlp = FeedForward(context, m.ffn, m.mlp_bias)
         else:
             self.router = nn.Linear(m.hidden, m.moe.experts, bias=m.moe.router_bias)
@@ -197,7 +241,7 @@ class Layer(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward block: dense, or a mixture of experts with those that every token uses beside it."""
         m, r = self.context.model, self.context.recipe
-        if m.moe is None:
+        if m.moe is None or not self.moe:
             return self.mlp(x)
         y = mixture(x, self.router, self.experts, m.moe.top_k, m.moe.router_score, m.moe.aux_loss_coefficient / r.grad_accum)
         return y + self.shared(x) if m.moe.shared_ffn else y
@@ -226,12 +270,12 @@ class Layer(nn.Module):
 
 
 class Tables:
-    """Constants shared by the layers: rotary cosines and sines [tokens, 1, width], and the mask of eager attention."""
+    """Constants shared by the layers: rotary cosines and sines [tokens, 1, width], and the masks of eager attention by window."""
 
-    __slots__ = ("cos", "sin", "mask")
+    __slots__ = ("cos", "sin", "masks")
 
-    def __init__(self, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> None:
-        self.cos, self.sin, self.mask = cos, sin, mask
+    def __init__(self, cos: Tensor | None, sin: Tensor | None, masks: dict[int, Tensor]) -> None:
+        self.cos, self.sin, self.masks = cos, sin, masks
 
 
 class Head(nn.Linear):
@@ -248,11 +292,12 @@ class Head(nn.Linear):
 
 
 class Part(NamedTuple):
-    """A pipeline stage's part of a model: how many layers, and whether the embedding and the head are in it."""
+    """A pipeline stage's part of a model: how many layers, and whether the embedding and the head are in it; the first of them."""
 
     layers: int
     first: bool = True
     last: bool = True
+    begins: int = 0
 
 
 class Transformer(nn.Module):
@@ -273,27 +318,28 @@ class Transformer(nn.Module):
         alone = [len(indices) == 1 and on for indices, on in self.groups for _ in indices]
         if context.recompute_ops:
             alone = [True] * part.layers
-        self.layers = nn.ModuleList(Layer(context, i, alone[i]) for i in range(part.layers))
+        kinds = layer_kinds(m, r.seq_len)[part.begins:part.begins + part.layers]
+        self.layers = nn.ModuleList(Layer(context, kind, alone[i]) for i, kind in enumerate(kinds))
         if part.last:
             if m.final_norm:
                 self.final_norm = Norm(context, m.hidden)
             self.head = Head(m)
         if m.positions == "rope":
-            self.rotary_width = int(m.head_dim * m.rotary_fraction)
+            self.rotary_width = m.mla.qk_rope_head_dim if m.mla else int(m.head_dim * m.rotary_fraction)
             cos, sin = rotary_tables(torch.arange(context.tokens), self.rotary_width, context.compute)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
         if part.first and m.position_rows and context.sequence:
             self.register_buffer("places", torch.empty(context.tokens, dtype=torch.int64), persistent=False)
         if r.attention == "eager" and r.causal:
-            mask = torch.ones(r.seq_len, r.seq_len, dtype=torch.bool).triu(1)
-            self.register_buffer("mask", mask, persistent=False)
+            for window in sorted({kind.window for kind in layer_kinds(m, r.seq_len)}):
+                self.register_buffer(f"mask{window}", causal_mask(r.seq_len, window), persistent=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         m, c = self.context.model, self.context
         if self.part.first:
             x = self.embed(x)
-        tables = Tables(getattr(self, "cos", None), getattr(self, "sin", None), getattr(self, "mask", None))
+        tables = self.tables()
         for indices, on in self.groups:
             if on and len(indices) > 1:
                 x = checkpoint(self.run_layers, x, indices, tables, around=c.around, keep_rng=c.recipe.dropout > 0)
@@ -307,6 +353,11 @@ class Transformer(nn.Module):
         if targets is None:
             return self.head(x, tied=tied)
         return head_and_loss(c.recipe, x, self.head, tied, targets, c.around, m.logit_softcap)
+
+    def tables(self) -> Tables:
+        """The constants that its layers share."""
+        masks = {int(name.removeprefix("mask")): mask for name, mask in self.named_buffers(recurse=False) if name.startswith("mask")}
+        return Tables(getattr(self, "cos", None), getattr(self, "sin", None), masks)
 
     def embed(self, tokens: Tensor) -> Tensor:
         m = self.context.model
@@ -327,13 +378,20 @@ class Transformer(nn.Module):
             constants["sin"].copy_(sin)
         if "places" in constants:
             constants["places"].copy_(self.context.places())
-        if "mask" in constants:
-            constants["mask"].copy_(torch.ones_like(constants["mask"]).triu(1))
+        for name, mask in constants.items():
+            if name.startswith("mask"):
+                mask.copy_(causal_mask(mask.shape[0], int(name.removeprefix("mask"))))
 
     def run_layers(self, x: Tensor, indices: range, tables: Tables) -> Tensor:
         for i in indices:
             x = self.layers[i](x, tables)
         return x
+
+
+def causal_mask(tokens: int, window: int) -> Tensor:
+    """What a token does not see [tokens, tokens]: what comes after it, and with a window all but the last `window` tokens, itself among those."""
+    ones = torch.ones(tokens, tokens, dtype=torch.bool)
+    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
 
 
 def rotary_tables(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

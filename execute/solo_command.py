@@ -9,7 +9,7 @@ import typer
 from costmodel.cli.guard import InputError, debugging
 from costmodel.cli.options import Given, takes_run
 from execute import require_torch_or_refuse
-from execute.commands import NoMemoryCheck, check_device, check_least, naming, say
+from execute.commands import NoMemoryCheck, check_device, check_least, check_rank, naming, say
 from execute.recording import keep, make_record, outcome_of, prepare_place
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def _check(resolved: "Resolved", rank: int, warmup: int, steps: int, against: st
     world = resolved.run.plan.world_size
     if against not in ("", "predict"):
         raise InputError(f"--against {against}: it knows the prediction only. Use --against predict.")
-    if not 0 <= rank < world:
-        raise InputError(f"--rank {rank}: the run has {world} ranks. Use --rank 0 to {world - 1}.")
+    check_rank(rank, world)
     check_least(warmup, "--warmup", 1, 1)
     check_least(steps, "--steps", 1, 1)
 

@@ -6,7 +6,9 @@ from itertools import chain
 from typing import Literal
 
 from costmodel.spec import PlanError, Run
-from costmodel.spec.run import BEFORE_AMPERE
+from costmodel.spec.kinds import layer_kinds
+from costmodel.spec.pipelining import torch_pipeline_refusals
+from costmodel.spec.run import BEFORE_AMPERE, SPLIT
 
 Mode = Literal["dryrun", "solo", "run"]
 """On fake tensors; one rank on a real device; the real job under torchrun."""
@@ -26,17 +28,13 @@ def _fake(run: Run) -> Iterator[PlanError]:
                         "Use execute run, or framework = pytorch.")
     if run.recipe.compile:
         yield PlanError("recipe.compile", True, "a dry run executes eagerly.", "Use compile = false, or execute solo on a GPU.")
-    if run.model.attention_pattern != "global" and run.cluster.accelerator.kernel_table == "cpu":
-        yield PlanError("model.attention_pattern", run.model.attention_pattern, "execute has no sliding window on a CPU.", "Use global.")
 
 
 def _real(run: Run) -> Iterator[PlanError]:
     """What real tensors would compute otherwise than the run says."""
-    m, p, r = run.model, run.plan, run.recipe
+    p, r = run.plan, run.recipe
     if r.precision.compute == "fp8":
         yield PlanError("recipe.precision", r.precision.name, "execute performs fp8 on fake tensors alone.", "Use bf16-mixed.")
-    if m.attention_pattern != "global":
-        yield PlanError("model.attention_pattern", m.attention_pattern, "execute computes global attention on real tensors.", "Use global.")
     if r.attention in ("fa1", "fa3"):
         yield PlanError("recipe.attention", r.attention, "scaled_dot_product_attention has FlashAttention-2 and cuDNN's kernel.",
                         "Use attention = fa2, cudnn or sdpa.")
@@ -64,7 +62,9 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.offload", p.offload, "execute does not offload yet.", "Use offload = none and activation_offload = false.")
     if p.checkpointing.mode == "selective" and p.checkpointing.ops not in (("attention",), ("op",)):
         yield PlanError("plan.checkpointing", p.checkpointing.ops, "selective checkpointing knows attention and op.", "Use selective.")
-    for field, value, off in (("mla", m.mla is not None, False), ("mtp_depth", m.mtp_depth, 0),
+    if m.mla is not None:
+        yield from _latent(run)
+    for field, value, off in (("mtp_depth", m.mtp_depth, 0),
                               ("hybrid", m.hybrid, ""), ("attention_sinks", m.attention_sinks, False), ("extra_params", m.extra_params, 0),
                               ("embedding_dim", m.embedding_dim, m.hidden)):
         if value != off:
@@ -75,6 +75,7 @@ def _refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("model.positions", "alibi", "execute does not build this part yet.", "Use rope or learned.")
     if m.norms_per_layer == 3:
         yield PlanError("model.norms_per_layer", 3, "execute does not know where a third norm sits.", "Use 1, 2 or 4.")
+    yield from _windowed(run)
     yield from _fp8(run)
     if p.framework == "deepspeed":
         yield from _deepspeed(run)
@@ -101,6 +102,34 @@ def _refusals(run: Run) -> Iterator[PlanError]:
     if p.zero != 3 and r.precision.reduce != r.precision.parameter.replace("tf32", "fp32"):
         yield PlanError("recipe.precision.reduce", r.precision.reduce, "DDP and ZeRO reduce in the dtype of the parameters.",
                         f"Use reduce = {r.precision.parameter}.")
+
+
+def _latent(run: Run) -> Iterator[PlanError]:
+    """What latent attention is not performed with."""
+    m, p, r = run.model, run.plan, run.recipe
+    for on, field, value, fix in (
+            (r.attention not in ("sdpa", "eager", "cudnn"), "recipe.attention", r.attention, "attention = sdpa or eager"),
+            (m.norm != "rmsnorm", "model.norm", m.norm, "norm = rmsnorm"), (m.positions != "rope", "model.positions", m.positions, "positions = rope"),
+            (p.framework != "pytorch", "plan.framework", p.framework, "framework = pytorch"), (p.tp > 1, "plan.tp", p.tp, "tp = 1"),
+            (p.cp > 1, "plan.cp", p.cp, "cp = 1")):
+        if on:
+            yield PlanError(field, value, "execute does not perform this with latent attention.", f"Use {fix}.")
+
+
+def _windows(run: Run) -> set[int]:
+    return {kind.window for kind in layer_kinds(run.model, run.recipe.seq_len)}
+
+
+def _windowed(run: Run) -> Iterator[PlanError]:
+    """Attention to the last tokens alone: FlashAttention-2's operator takes a window, eager attention masks."""
+    r = run.recipe
+    if _windows(run) == {0}:
+        return
+    if r.attention not in ("eager", "fa2"):
+        yield PlanError("recipe.attention", r.attention, "execute performs sliding windows in FlashAttention-2's operator, or in eager attention.",
+                        "Use attention = fa2 or eager.")
+    if not r.causal:
+        yield PlanError("recipe.causal", False, "execute has no windows that look ahead.", "Use causal = true.")
 
 
 def _deepspeed(run: Run) -> Iterator[PlanError]:
@@ -221,10 +250,10 @@ def _context(run: Run) -> Iterator[PlanError]:
     if p.checkpointing.mode == "selective" and p.checkpointing.ops == ("op",):
         yield PlanError("plan.checkpointing", "selective:op", "execute does not keep single operations of a shared sequence's attention.",
                         "Use full, selective or none.")
-    if run.model.attention_pattern != "global":
-        yield PlanError("model.attention_pattern", run.model.attention_pattern, "execute shares sequences under global attention alone.", "Use global.")
     if p.cp_kind == "ulysses":
         return
+    if _windows(run) != {0}:
+        yield PlanError("plan.cp_kind", p.cp_kind, "execute shares sequences of layers with a window as Ulysses alone.", "Use cp_kind = ulysses.")
     if r.dropout:
         yield PlanError("recipe.dropout", r.dropout, f"execute has no dropout in {p.cp_kind} attention.", "Use dropout = 0, or cp_kind = ulysses.")
     acc, head_dim = run.cluster.accelerator, run.model.head_dim
@@ -242,8 +271,9 @@ def _experts(run: Run) -> Iterator[PlanError]:
     m, p, r = run.model, run.plan, run.recipe
     if m.moe is None:
         return
-    if m.moe.first_dense_layers:
-        yield PlanError("model.moe.first_dense_layers", m.moe.first_dense_layers, "execute builds equal layers only.", "Use first_dense_layers = 0.")
+    if m.moe.first_dense_layers >= m.layers:
+        yield PlanError("model.moe.first_dense_layers", m.moe.first_dense_layers, "no layer is left for the mixture of experts.",
+                        f"Use first_dense_layers < {m.layers}.")
     if m.moe.expert_bias:
         yield PlanError("model.moe.expert_bias", True, "a grouped matrix product has no bias.", "Use expert_bias = false.")
     if m.moe.shared_experts and not m.moe.shared_ffn:
@@ -271,27 +301,17 @@ def _experts(run: Run) -> Iterator[PlanError]:
 
 def _pipeline(run: Run) -> Iterator[PlanError]:
     """What torch.distributed.pipelining cannot do, or is not combined with here."""
-    m, p, r = run.model, run.plan, run.recipe
+    p, r = run.plan, run.recipe
     if p.pp == 1:
         return
-    if p.schedule not in ("naive", "gpipe", "1f1b", "interleaved"):
+    yield from torch_pipeline_refusals(run)
+    if p.schedule in SPLIT:
         yield from _split(run)
-    if p.schedule == "1f1b" and r.grad_accum < p.pp:
-        yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
-                        f"Use grad_accum = {p.pp}, or schedule = gpipe.")
-    if p.zero in (1, 2):
-        yield PlanError("plan.zero", p.zero, "ZeRO-1 and -2 do not go with torch.distributed.pipelining.", "Use zero = 3 or 0.")
-    if p.zero == 3 and p.reshard_after_forward:
-        yield PlanError("plan.reshard_after_forward", True, "under a pipeline FSDP2 keeps parameters gathered for all micro-batches.",
-                        "Use reshard_after_forward = false.")
     if r.precision.autocast:
         yield PlanError("recipe.precision", r.precision.name, "execute does not run torch.autocast under a pipeline.",
                         "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
     if r.precision.loss_scaling:
         yield PlanError("recipe.precision", r.precision.name, "execute does not scale the loss of a pipeline.", "Use a bf16 precision.")
-    if m.tied_embeddings:
-        yield PlanError("model.tied_embeddings", True, "torch.distributed.pipelining does not tie weights across stages.",
-                        "Use model.tied_embeddings = false.")
     if r.loss in ("chunked", "fused"):
         yield PlanError("recipe.loss", r.loss, "the last stage of a pipeline gives logits.", "Use loss = eager or bf16.")
     if r.optimizer.name == "muon":
@@ -299,15 +319,8 @@ def _pipeline(run: Run) -> Iterator[PlanError]:
 
 
 def _split(run: Run) -> Iterator[PlanError]:
-    """What a backward in two passes does not go with, or not here."""
+    """What a backward in two passes is not combined with here."""
     p = run.plan
-    if p.zero == 0 and p.dp > 1:
-        yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
-                        "Use 1f1b or interleaved, or zero = 3.")
-    if p.checkpointing.mode != "none":
-        yield PlanError("plan.checkpointing", p.checkpointing.mode,
-                        "PyTorch computes a checkpoint again for every group of weights in a backward of two passes, not once.",
-                        "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero), (p.cp > 1, "plan.cp", p.cp),
             (run.recipe.precision.compute == "fp8", "recipe.precision", run.recipe.precision.name), (run.model.moe is not None, "model", run.model.name)):

@@ -50,6 +50,24 @@ def test_a_batch_given_whole_and_wrong_is_an_error() -> None:
     assert "micro_batch 2 x grad_accum 4 x dp 8 = 64" in error.rule
 
 
+@pytest.mark.parametrize(("words", "beside", "sequences"), [
+    ("4M", {}, 976), (4_194_304, {}, 1024), ("4M", {"micro_batch": 16}, 1024), ("1K", {}, 8), ("4M", {"grad_accum": 3}, 984)])
+def test_a_batch_in_tokens_is_the_nearest_that_the_ranks_share(words: str | int, beside: dict[str, int], sequences: int) -> None:
+    """By hand: 4,000,000 / 4096 = 976.6 sequences, in multiples of 8 ranks, of 16 x 8, of 3 x 8."""
+    resolved = resolve({**ONE_B, "cluster": {"gpus": 8}, "recipe": {"seq_len": 4096, "batch_tokens": words, **beside}})
+    assert resolved.run.recipe.global_batch == sequences
+    assert resolved.assumed["recipe.global_batch"].startswith(f"{sequences} sequences = {sequences * 4096:,} tokens")
+
+
+@pytest.mark.parametrize(("recipe", "field"), [
+    ({"batch_tokens": "many"}, "recipe.batch_tokens"), ({"batch_tokens": True}, "recipe.batch_tokens"), ({"batch_tokens": -4}, "recipe.batch_tokens"),
+    ({"batch_tokens": "4M", "global_batch": 64}, "recipe.batch_tokens"), ({"batch_tokens": "4M", "micro_batch": 1, "grad_accum": 2}, "recipe.batch_tokens"),
+    ({"batch_tokens": "4M", "micro_batch": 0}, "recipe.micro_batch"), ({"batch_tokens": "4M", "seq_len": 0}, "recipe.seq_len"),
+    ({"train_tokens": "1e99"}, "recipe.train_tokens"), ({"train_tokens": 0}, "recipe.train_tokens")])
+def test_bad_tokens_name_their_field(recipe: dict[str, object], field: str) -> None:
+    assert error_of(recipe=recipe).field == field
+
+
 def test_tokens_are_sequences_times_length() -> None:
     assert run(recipe={"micro_batch": 2, "grad_accum": 4, "seq_len": 2048}).tokens_per_step == 2 * 4 * 8 * 2048
 
@@ -93,6 +111,15 @@ def test_every_default_that_decides_figures_is_said() -> None:
                   "recipe.loss", "recipe.compile", "recipe.cuda_graphs", "recipe.allocator", "recipe.grad_accum_fusion", "recipe.dropout",
                   "plan.checkpointing"):
         assert field in assumed, field
+
+
+def test_tensor_parallelism_alone_in_pytorch_is_given_what_it_allows() -> None:
+    """DTensor refuses torch.autocast here; FSDP has a mixed precision of its own."""
+    resolved = resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": {"tp": 8}})
+    assert resolved.run.recipe.precision.name == "bf16-pure"
+    assert resolved.assumed["recipe.precision"] == "bf16-pure (default under tensor parallelism, where torch.autocast is not predicted)"
+    for plan in ({"tp": 2, "zero": 3}, {"tp": 8, "framework": "megatron"}):
+        assert resolve({**ONE_B, "cluster": {"gpus": 8}, "plan": plan}).run.recipe.precision.name == "bf16-mixed"
 
 
 def test_a_pipeline_in_pytorch_is_given_what_it_allows_and_says_so() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.accuracy.assumptions import Rules, Source, applies
+from benchmarks.accuracy.assumptions import Rules, Source, applies, look_up
 from costmodel import catalog
 from costmodel.inputs import resolve
 from costmodel.spec import Cluster, PlanError, Run
@@ -49,6 +49,8 @@ def read(record: Mapping[str, Any], rules: Rules) -> Reading:
         if overrides or fields.get(name) is None:
             fields[name] = value
             used.append((name, value, reason))
+    if look_up(stated, "model.attention") == "mla" and not fields.get("model.mla"):
+        raise Refused("latent attention without its dimensions")
     try:
         run = resolve(_nested(_finished(fields, stated))).run
     except PlanError as error:
@@ -125,12 +127,22 @@ def _model_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     if moe:
         fields["model.moe"] = {ours: moe[theirs] for theirs, ours in MOE_FIELDS.items() if theirs in moe}
         fields["model.mtp_depth"] = moe.get("mtp_layers")
+        fields["model.moe"] |= _dense_first(str(moe.get("layer_freq") or ""))
     if attention == "mla":
         mla = {ours: moe[theirs] for theirs, ours in MLA_FIELDS.items() if moe.get(theirs)}
-        if len(mla.keys() - {"q_lora_rank"}) < 4:
-            raise Refused("latent attention without its dimensions")
-        fields["model.mla"] = mla
+        fields["model.mla"] = mla if len(mla.keys() - {"q_lora_rank"}) == 4 else None
+        fields |= {"model.fused_qkv": False, "model.qk_norm": "none", "model.head_dim": None}
     return fields
+
+
+def _dense_first(frequency: str) -> dict[str, int]:
+    """Megatron's `--moe-layer-freq`: which layers have a mixture, as a Python list; here where those without come first."""
+    if "[0]" not in frequency:
+        return {}
+    first = re.fullmatch(r"\(\[0\]\*(\d+)\+\[1\]\*\d+\)", frequency)
+    if not first:
+        raise Refused("dense layers between those of a mixture of experts")
+    return {"first_dense_layers": int(first[1])}
 
 
 def _checkpointing(rules: Rules, word: Any) -> Any:

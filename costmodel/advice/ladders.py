@@ -39,11 +39,12 @@ def _sharding(run: Run) -> Iterator[Change]:
         yield Change("sharding", "DDP: a process per GPU, and no GPU fuller than another", apart)
     if p.dp * p.cp > 1:
         names = {"pytorch": {1: "ZeRO-1: optimizer state sharded", 2: "ZeRO-2: gradients sharded as well", 3: "FSDP2: parameters, gradients and state sharded"},
-                 "deepspeed": {n: f"DeepSpeed ZeRO-{n}" for n in (1, 2, 3)}, "megatron": {1: "Megatron's distributed optimizer"}}.get(p.framework, {})
+                 "deepspeed": {n: f"DeepSpeed ZeRO-{n}" for n in (1, 2, 3)},
+                 "megatron": {1: "Megatron's distributed optimizer", 3: "Megatron-FSDP: parameters and gradients sharded as well"}}.get(p.framework, {})
         for stage, words in names.items():
             if stage > p.zero:
                 yield Change("sharding", words, {"plan.zero": stage, **apart})
-    if p.zero == 3 and p.dp_replicate > 1:
+    if (p.zero == 3 or p.framework == "megatron" and p.zero) and p.dp_replicate > 1:
         yield Change("shards", f"shard over all {p.dp} data-parallel ranks", {"plan.dp_shard": p.dp})
     if p.zero == 3 and not p.reshard_after_forward and p.pp == 1:
         yield Change("reshard", "free gathered parameters after forward", {"plan.reshard_after_forward": True})
@@ -189,10 +190,10 @@ def _less_sharding(run: Run) -> Iterator[Change]:
     p = run.plan
     if p.single_process:
         yield Change("sharding", "DDP: a process per GPU", {"plan.single_process": False})
-    if p.zero == 3 and p.reshard_after_forward:
+    if p.zero == 3 and p.reshard_after_forward and p.framework != "megatron":
         yield Change("reshard", "keep gathered parameters until backward", {"plan.reshard_after_forward": False})
     node = run.cluster.gpus_in_node // p.tp
-    if p.zero == 3 and p.framework == "pytorch" and p.dp_replicate == 1 and 1 < node < p.dp and p.dp % node == 0:
+    if p.zero == 3 and p.framework in ("pytorch", "megatron") and p.dp_replicate == 1 and 1 < node < p.dp and p.dp % node == 0:
         yield Change("sharding", f"shard within a node ({node} ranks), replicate across (HSDP)", {"plan.dp_shard": node})
     for stage in range(p.zero):
         yield Change("sharding", "DDP: nothing sharded" if stage == 0 and p.framework == "pytorch" else f"ZeRO-{stage} in place of {p.zero}",
@@ -201,7 +202,7 @@ def _less_sharding(run: Run) -> Iterator[Change]:
         yield Change("overlap", "reduce gradients during backward", {"plan.overlap_grad_reduce": True})
     if not p.backward_prefetch and p.zero == 3:
         yield Change("prefetch", "gather the next layer during backward", {"plan.backward_prefetch": True})
-    if p.zero == 3 and p.sync_each_micro_batch and run.recipe.grad_accum > 1 and p.pp == 1:
+    if p.zero == 3 and p.sync_each_micro_batch and run.recipe.grad_accum > 1 and p.pp == 1 and p.framework != "megatron":
         yield Change("sync", "reduce gradients once a step", {"plan.sync_each_micro_batch": False})
 
 

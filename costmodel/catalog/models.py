@@ -71,9 +71,7 @@ def list_models() -> tuple[ModelEntry, ...]:
 def unsupported_reason(model: Model) -> str | None:
     """Why a model is listed but not yet predicted, naming the missing feature; None where it is predicted."""
     missing = [feature for feature, present in (
-        ("dense layers before a mixture of experts (MoE)", model.moe is not None and model.moe.first_dense_layers > 0),
         ("biases of experts", model.moe is not None and model.moe.expert_bias),
-        ("multi-head latent attention (MLA)", model.mla is not None),
         ("multi-token prediction (MTP)", model.mtp_depth > 0),
         (f"hybrid layers ({model.hybrid})", bool(model.hybrid)),
         ("attention sinks", model.attention_sinks),

@@ -127,8 +127,13 @@ STRATEGIES: dict[str, Strategy] = {s.name: s for s in (
              "a world size that dp_replicate x dp_shard does not give", True, "Zhao et al. 2023 (arXiv 2304.11277)"),
     Strategy("megatron-distributed-optimizer", "the batch", "optimizer states and master weights, by equal parts of the gradient buffer",
              "reduce-scatter of gradients in backward (overlapped on request), all-gather of parameters after the optimizer step or during the next forward: "
-             "(n-1)/n of the gradient buffer's bytes and (n-1)/n of the parameters'", "sharded gradients or parameters in the same buffers", True,
-             "NVIDIA/Megatron-LM docs, distributed optimizer"),
+             "(n-1)/n of the gradient buffer's bytes and (n-1)/n of the parameters'; several instances (dp_replicate) all-reduce the gradients' shards",
+             "sharded gradients or parameters in the same buffers", True, "NVIDIA/Megatron-LM docs, distributed optimizer"),
+    Strategy("megatron-fsdp", "the batch", "optimizer states, master weights, gradients and parameters, in flat buffers per layer",
+             "all-gather of each layer's parameters before its forward and before its backward, one or more layers ahead, reduce-scatter of its gradients "
+             "after its backward, in every micro-batch: 3(n-1)/n of the parameters' elements; embedding and head are gathered once a step; replicas "
+             "(dp_replicate) all-reduce the gradients' shards once a step", "pipelines, and mixtures of experts (not predicted)", True,
+             "NVIDIA/Megatron-LM megatron/core/distributed/fsdp"),
     Strategy("tp", "every matmul, by heads and by columns or rows", "parameters, their states, and part of the activations",
              "all-reduce of a layer's activations after attention and after the feed-forward block, in forward and in backward: four per layer "
              "and micro-batch, "

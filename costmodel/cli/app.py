@@ -15,7 +15,7 @@ from costmodel.cli.mesh import mesh
 from costmodel.cli.oom import MessageCommand, oom
 from costmodel.cli.options import Given, SectionedCommand, flag_of, takes_run
 from costmodel.cli.schedule import schedule
-from costmodel.cli.screen import json_text, screen
+from costmodel.cli.screen import device_of, json_text, screen
 from costmodel.cli.solve import solve
 from costmodel.cli.trace import trace
 from costmodel.cli.tui import tui
@@ -53,7 +53,7 @@ def _program(
     """Exit codes: 0 done, 1 unexpected error, 2 bad input, 3 does not fit in memory."""
 
 
-@app.command(cls=SectionedCommand)
+@app.command(cls=SectionedCommand, short_help="Memory and time of one training step, without running it.")
 @takes_run
 def predict(
     given: Given,
@@ -88,16 +88,16 @@ def predict(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-app.command("import")(import_)
-app.command(cls=SectionedCommand)(mesh)
-app.command(cls=MessageCommand)(oom)
-app.command(cls=SectionedCommand)(schedule)
-app.command(cls=SectionedCommand)(solve)
-app.command(cls=SectionedCommand)(tui)
-app.command(cls=SectionedCommand)(trace)
-app.command(cls=SectionedCommand)(explain)
-app.command(cls=SectionedCommand)(waterfall)
-app.command(cls=SectionedCommand)(compare)
+app.command(cls=SectionedCommand, short_help="What makes a run fit, or faster; the largest, the best plan.")(solve)
+app.command(cls=SectionedCommand, short_help="Runs side by side, and why one takes longer.")(compare)
+app.command(cls=SectionedCommand, short_help="What is copied, sharded and sent; bytes per parameter.")(explain)
+app.command(cls=SectionedCommand, short_help="Where the time goes, from the peak down to the MFU.")(waterfall)
+app.command(cls=MessageCommand, short_help="PyTorch's out-of-memory message: which tensor, when, why.")(oom)
+app.command(cls=SectionedCommand, short_help="Who sits where: ranks, process groups, the links they cross.")(mesh)
+app.command(cls=SectionedCommand, short_help="The picture of a pipeline schedule, and its bubble.")(schedule)
+app.command(cls=SectionedCommand, short_help="The predicted step as a Chrome trace, kernel by kernel.")(trace)
+app.command(cls=SectionedCommand, short_help="Change a run field by field, and watch; with a guided tour.")(tui)
+app.command("import", short_help="A run file from another training program's files.")(import_)
 
 
 def _advice(given: Given, run: "Run") -> "Advice":
@@ -113,8 +113,15 @@ def document(resolved: "Resolved", profile: "Profile", report: "StepReport", adv
     """A prediction as plain data with stable keys: docs/report.md."""
     from costmodel.cli.solve import advice_document
     return {"schema": SCHEMA, "run": resolved.run.model_dump(mode="json"), "assumed": resolved.assumed,
-            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict(),
+            "profile": {"name": profile.name, "guess": profile.guess}, "report": report.to_dict(), "training": training_document(resolved.run, report),
             "advice": None if advice is None else advice_document(advice)}
+
+
+def training_document(run: "Run", report: "StepReport") -> dict[str, Any] | None:
+    """What the whole training takes, where its tokens were given."""
+    from dataclasses import asdict
+    training = report.training(run.recipe.train_tokens) if run.recipe.train_tokens else None
+    return None if training is None else asdict(training)
 
 
 def as_document(resolved: "Resolved", profile: "Profile", report: "StepReport", advice: "Advice | None" = None) -> str:
@@ -126,7 +133,7 @@ def as_text(resolved: "Resolved", profile: "Profile", report: "StepReport", give
     """The prediction for people."""
     from costmodel.render.prediction import render
     from costmodel.render.text import Page
-    page = Page(100) if to_file else screen()
+    page = Page(100, device=device_of(resolved.run)) if to_file else screen(resolved.run)
     assumed = [(flag_of("params" if field == "model" else field), why) for field, why in resolved.assumed.items()]
     if advice is None:
         return render(resolved.run, assumed, report, profile.name, page)

@@ -37,5 +37,5 @@ def explain(
         return
     from costmodel.render.explain import render_explanation
     from costmodel.render.prediction import title
-    page = screen()
+    page = screen(resolved.run)
     print(render_explanation(title(resolved.run), explanation, weights, report, page), end="")

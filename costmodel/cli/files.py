@@ -16,7 +16,7 @@ SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 def read_run_file(path: Path) -> dict[str, Any]:
     """The mapping a run file holds. A file that `predict --json` wrote gives its run back."""
     if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"{path}: a run file ends in .toml, .yaml or .json. Rename it to say which it is.")
+        raise InputError(f"{path}: a run file ends in .toml, .yaml or .json. Rename it to say which it is{_other_ways(path)}.")
     text = _text(path)
     try:
         data = _parse(path, text)
@@ -31,6 +31,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     if "schema" in data and isinstance(data.get("run"), dict):
         data = dict(data["run"])
     return data
+
+
+def _other_ways(path: Path) -> str:
+    """What takes a file that is no run file."""
+    if str(path) == "-":
+        return "; only `costmodel oom --log -` reads standard input"
+    return {".sh": "; `costmodel import` reads launch scripts", ".txt": "; `costmodel oom --log` reads messages",
+            ".log": "; `costmodel oom --log` reads messages"}.get(path.suffix.lower(), "")
 
 
 def _text(path: Path) -> str:
@@ -52,7 +60,9 @@ def _nearby(path: Path) -> str:
     except OSError:
         names = []
     close = difflib.get_close_matches(path.name, names, 1)
-    return f"Did you mean {path.parent / close[0]}?" if close else "Give the path of a .toml, .yaml or .json file, or flags alone."
+    if close:
+        return f"Did you mean {path.parent / close[0]}?"
+    return "Give the path of a .toml, .yaml or .json file, or flags alone." if path.suffix.lower() in SUFFIXES else "Check the path."
 
 
 def _parse(path: Path, text: str) -> Any:

@@ -1,5 +1,6 @@
 """From an exception to a message on stderr and an exit code."""
 
+import errno
 import os
 import sys
 from typing import Any
@@ -9,6 +10,8 @@ from typer.core import TyperGroup
 
 DONE, UNEXPECTED, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
 _DEBUG = "costmodel.debug"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing to a file that is full, or gone, says."""
 
 
 class InputError(Exception):
@@ -28,6 +31,8 @@ class GuardedGroup(TyperGroup):
         except Exception as error:
             if hasattr(error, "exit_code"):
                 raise  # a usage error: typer shows it and exits 2
+            if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+                raise _failed(ctx, error, f"error: standard output: it cannot be written ({error.strerror}). Send it elsewhere.", BAD_INPUT) from None
             from costmodel.spec import PlanError
             if isinstance(error, PlanError):
                 raise _failed(ctx, error, f"error: {plain(error)}", BAD_INPUT) from None

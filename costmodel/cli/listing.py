@@ -12,7 +12,7 @@ from costmodel.cli.screen import json_text, screen
 
 SCHEMA = 1
 app = typer.Typer(rich_markup_mode=None, help="List what is known by name.", no_args_is_help=True)
-Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only entries that contain this text.", show_default=False)]
+Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only entries whose words (name, family, …) contain this text.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: every field, with its source.", show_default=False)]
 Predicted = Annotated[bool, typer.Option("--predicted", help="Only those that can be predicted today.", show_default=False)]
 
@@ -89,10 +89,9 @@ def _plain(entry: Any) -> dict[str, Any]:
 
 
 def _show(kind: str, text: str, entries: Sequence[Any], as_json: bool) -> None:
-    import json
-
     if text:
-        entries = [e for e in entries if text.lower() in json.dumps(_plain(e), ensure_ascii=False).lower()]
+        from costmodel.render.listing import words_of
+        entries = [e for e in entries if all(word in words_of(kind, e).lower() for word in text.lower().split())]
     if as_json:
         print(json_text({"schema": SCHEMA, "kind": kind, "entries": [_plain(e) for e in entries]}), end="")
     elif entries:

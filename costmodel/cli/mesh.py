@@ -54,7 +54,7 @@ def mesh(
         return
     from costmodel.render.mesh import render_mesh
     from costmodel.render.prediction import title
-    page = screen()
+    page = screen(resolved.run)
     print(render_mesh(title(resolved.run), made, page, axis=axis, rank=one, limit=0 if everything else rows, default_limit=DEFAULT_LIMIT,
                       notes=notes(resolved.run)), end="")
 

@@ -57,7 +57,7 @@ def oom(
         return
     from costmodel.render.oom import render_oom
     from costmodel.render.prediction import title
-    page = screen()
+    page = screen(run)
     print(render_oom(title(run), found, lambda s: flags_behind(given, run, s.changes, s.run), page), end="")
 
 
@@ -78,7 +78,9 @@ def _message(text: str | None, log: Path | None, figures: dict[str, str | None])
         said = Message() if text is None else read_message(text)
         return replace(said, **{name: read_size(value, f"--{name}") for name, value in written.items()})
     except PlanError as error:
-        about = f"{error.field} {error.value}" if error.field.startswith("--") else "the message" if text and text.strip() else "no message"
+        if not error.field.startswith("--") and not (text and text.strip()):
+            raise InputError(f"no message was given. {error.fix} A file that holds it goes behind --log.") from None
+        about = f"{error.field} {error.value}" if error.field.startswith("--") else "the message"
         raise InputError(f"{about}: {error.rule} {error.fix}") from None
 
 

@@ -52,8 +52,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--cluster", "cluster.name", "word", "Node type by name (`costmodel list clusters`). Default: the GPU's usual one."),
     Flag("--slow-rank", "cluster.slow_rank", "number", "What if one rank computes so many times slower, 1.2 say: the others wait for it."),
     Flag("--link-factor", "cluster.link_factors", "factors", "What if links have a part of their rate: inter=0.5, or nvlink=0.8,network=0.5."),
-    Flag("--strategy", "plan.strategy", "word", "single, dataparallel, ddp, zero1, zero2, zero3, fsdp, hsdp or megatron."),
-    Flag("--zero", "plan.zero", "whole", "ZeRO stage 0 to 3; 3 is FSDP2 in PyTorch. Default: 0 (DDP)."),
+    Flag("--strategy", "plan.strategy", "word", "single, dataparallel, ddp, zero1, zero2, zero3, fsdp, hsdp, megatron or megatron-fsdp."),
+    Flag("--zero", "plan.zero", "whole", "ZeRO stage 0 to 3; 3 is FSDP2 in PyTorch, Megatron-FSDP in Megatron. Default: 0 (DDP)."),
     Flag("--framework", "plan.framework", "word", "Dialect: pytorch, deepspeed, megatron or nanochat. Default: pytorch."),
     Flag("--dp", "plan.dp", "whole", "Data-parallel degree. Default: the GPUs that tp, pp and cp leave."),
     Flag("--dp-replicate", "plan.dp_replicate", "whole", "Groups that each hold a copy of the state."),
@@ -66,11 +66,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--cp", "plan.cp", "whole", "Context-parallel degree: ranks that share one sequence."),
     Flag("--cp-kind", "plan.cp_kind", "word", "How the ranks of a sequence see the whole of it: ring, allgather or ulysses. Default: ring."),
     Flag("--ep", "plan.ep", "whole", "Expert-parallel degree; it divides dp-shard x cp."),
-    Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 or selective. Default: none."),
+    Flag("--checkpointing", "plan.checkpointing", "word", "none, full, full:4 (groups of 4 layers), every:2 (each second layer), "
+         "selective (attention) or selective:op (keeps every other matmul). Default: none."),
     Flag("--seq-len", "recipe.seq_len", "whole", "Tokens in a sequence. Default: 4096."),
     Flag("--micro-batch", "recipe.micro_batch", "whole", "Sequences of one forward and backward of a data-parallel rank. Default: 1."),
     Flag("--grad-accum", "recipe.grad_accum", "whole", "Micro-batches before an optimizer step. Default: 1."),
     Flag("--global-batch", "recipe.global_batch", "whole", "Sequences of a step: micro-batch x grad-accum x dp."),
+    Flag("--batch-tokens", "recipe.batch_tokens", "word", "Tokens of a step, like 4M, in place of --global-batch: the nearest number of sequences."),
+    Flag("--train-tokens", "recipe.train_tokens", "word", "Tokens of the whole training, like 300B: its steps, days and GPU-hours."),
     Flag("--precision", "recipe.precision", "word", "fp32, tf32, fp16-mixed, bf16-mixed, bf16-pure or fp8. Default: bf16-mixed."),
     Flag("--optimizer", "recipe.optimizer", "word", "sgd, momentum, adam, adamw, adam8bit or muon; adamw:foreach names the kernel. "
          "Default: adamw."),
@@ -192,12 +195,16 @@ class Given:
 
     def _as_written(self, error: "PlanError") -> "PlanError":
         """An error about a derived field in terms of what was given: a batch for the accumulation, a strategy for a ZeRO stage."""
+        from costmodel.inputs import strategy_key
         from costmodel.spec import PlanError
         field, value, rule, fix = error.field, error.value, error.rule, error.fix
         if field == "cluster.accelerator" and field not in self.origins and "cluster.gpu" in self.origins:
             field = "cluster.gpu"
         if "plan.strategy" in self.origins and "plan.zero" not in self.origins:
-            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {('ddp', 'zero1', 'zero2', 'fsdp')[int(stage[1])]}", fix)
+            words = ("ddp", "zero1", "zero2", "fsdp")
+            if strategy_key(self.mapping["plan"]["strategy"]) == "megatronfsdp":
+                words = ("megatron", "megatron and zero = 1", "megatron and zero = 2", "megatron-fsdp")
+            fix = re.sub(r"\bzero = ([0-3])", lambda stage: f"strategy = {words[int(stage[1])]}", fix)
             if field == "plan.zero":
                 field, value = "plan.strategy", self.mapping["plan"]["strategy"]
         if field == "recipe.grad_accum" and isinstance(value, int) and field not in self.origins and "recipe.global_batch" in self.origins:
@@ -371,6 +378,8 @@ def _drop_rivals(mapping: dict[str, Any], origins: dict[str, Origin], field: str
     """Take out what says the same thing in other words: a model for params, a strategy for a ZeRO stage, the batch figure of a file
     that the two others give."""
     rivals = [*{"params": ["model"], "model": ["params"]}.get(field, []), *_follows(mapping, origins, field)]
+    said = {"recipe.batch_tokens": ("recipe.global_batch", "recipe.grad_accum"), "recipe.global_batch": ("recipe.batch_tokens",)}.get(field, ())
+    rivals += [rival for rival in said if _from_file(origins, rival)]
     written = [f"recipe.{key}" for key in BATCH if f"recipe.{key}" in {*origins, field}]
     if field in written and len(written) == 3:
         rival = "recipe.grad_accum" if field == "recipe.global_batch" else "recipe.global_batch"

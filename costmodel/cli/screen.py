@@ -5,12 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from costmodel.render.text import Page
+    from costmodel.spec import Run
 
 
-def screen() -> "Page":
-    """A page for standard output: its width, and colour where that is wanted."""
+def screen(run: "Run | None" = None) -> "Page":
+    """A page for standard output: its width, and colour where that is wanted. On the devices of `run`, a CPU is called one."""
     from costmodel.render.text import Page, screen_width, wants_colour
-    return Page(screen_width(sys.stdout), wants_colour(sys.stdout))
+    return Page(screen_width(sys.stdout), wants_colour(sys.stdout), device_of(run))
+
+
+def device_of(run: "Run | None") -> str:
+    """What a page calls the devices of a run."""
+    return "CPU" if run is not None and run.cluster.accelerator.kind == "cpu" else "GPU"
 
 
 def json_text(data: Any) -> str:

@@ -118,7 +118,7 @@ def _solution_text(given: Given, run: "Run", solution: "Solution", as_json: bool
     from costmodel.render.solve import render_solution
     from costmodel.solve.limits import FIELDS
     flags = "" if solution.run is None else flags_behind(given, run, {FIELDS[solution.quantity]: solution.value}, solution.run)
-    return render_solution(title(run), solution, predict(run, given.profile, scaling=False), flags, screen())
+    return render_solution(title(run), solution, predict(run, given.profile, scaling=False), flags, screen(run))
 
 
 def _plans_text(given: Given, run: "Run", found: "Plans", rows: int, as_json: bool) -> str:
@@ -126,7 +126,7 @@ def _plans_text(given: Given, run: "Run", found: "Plans", rows: int, as_json: bo
         return json_text({"schema": SCHEMA, "run": run.model_dump(mode="json"), "plans": plans_document(found, rows)})
     from costmodel.render.prediction import title
     from costmodel.render.solve import render_plans
-    return render_plans(title(run), found, rows, screen(), [flags_behind(given, run, c.changes, c.run) for c in found.best[:1]])
+    return render_plans(title(run), found, rows, screen(run), [flags_behind(given, run, c.changes, c.run) for c in found.best[:1]])
 
 
 def _advice_text(given: Given, run: "Run", advice: "Advice", as_json: bool) -> str:
@@ -134,7 +134,7 @@ def _advice_text(given: Given, run: "Run", advice: "Advice", as_json: bool) -> s
         return json_text({"schema": SCHEMA, "run": run.model_dump(mode="json"), "advice": advice_document(advice)})
     from costmodel.render.advice import render_advice
     from costmodel.render.prediction import title
-    return render_advice(title(run), advice, lambda s: flags_behind(given, run, s.changes, s.run), screen())
+    return render_advice(title(run), advice, lambda s: flags_behind(given, run, s.changes, s.run), screen(run))
 
 
 def solution_document(solution: "Solution") -> dict[str, Any]:

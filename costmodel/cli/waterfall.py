@@ -84,5 +84,5 @@ def waterfall(
         return
     from costmodel.render.prediction import title
     from costmodel.render.waterfall import render_waterfall
-    page = screen()
+    page = screen(run)
     print(render_waterfall(title(run), bars, run.cluster.gpus, page, report), end="")

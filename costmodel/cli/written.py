@@ -19,14 +19,16 @@ def flags_behind(given: Given, before: "Run", changes: Mapping[str, Any], after:
     same = {field for field in ("micro_batch", "grad_accum") if getattr(before.recipe, field) == getattr(after.recipe, field)}
     out = {field: value for field, value in changes.items() if field.removeprefix("recipe.") not in same}
     if "plan.zero" in out and _stage_is_a_word(given):
-        out = {**{k: v for k, v in out.items() if k != "plan.zero"}, "plan.strategy": STRATEGY_OF_STAGE[out["plan.zero"]]}
+        own = after.plan.framework == "megatron" and "plan.framework" not in asked
+        out = {"plan.strategy": "megatron", **out} if own else {**{k: v for k, v in out.items() if k != "plan.zero"},
+                                                               "plan.strategy": STRATEGY_OF_STAGE[out["plan.zero"]]}
     moved = {f"plan.{field}": getattr(after.plan, field) for field in LOST if getattr(before.plan, field) != getattr(after.plan, field)}
     if before.cluster.nodes != after.cluster.nodes:
         moved["cluster.nodes"] = after.cluster.nodes
     if before.recipe.global_batch != after.recipe.global_batch:
         moved["recipe.global_batch"] = after.recipe.global_batch
     out |= {field: value for field, value in moved.items() if field in asked and field not in out}
-    follows = "recipe.global_batch" in asked and "recipe.grad_accum" not in asked
+    follows = ("recipe.global_batch" in asked or "recipe.batch_tokens" in asked) and "recipe.grad_accum" not in asked
     if not follows and (before.recipe.grad_accum != after.recipe.grad_accum or before.plan.pp != after.plan.pp):
         out["recipe.grad_accum"] = after.recipe.grad_accum
     return written(out)

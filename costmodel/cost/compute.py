@@ -113,8 +113,9 @@ class ComputeCosts:
         s is the shorter of the two sequences and s_half doubles under causality, as FLOPs (given by the op) leave out
         the skipped half. head = d/(d + head_half) relative to d = 128, over padding to `pad_to`; occupancy is the
         part of the units that have a block of q_tile query rows. The generation stands after ":" in the op's name ("attention:fa2.grad_q").
-        Sources: FlashAttention-3 paper (arXiv 2407.08608), pytorch/benchmark, aiconfigurator. Not for sliding windows
-        shorter than s_half.
+        A window's s_k is the causal length of as much work (layers.windowed_keys), so that s/2 is the mean row in either case; beside the
+        diagonal, which causality has too, it has a far edge, whose blocks are computed whole: half a block more for each row that begins
+        inside the sequence, (1 - w/s) of them. Sources: FlashAttention-3 paper (arXiv 2407.08608), pytorch/benchmark, aiconfigurator.
         """
         generation = op.name.partition(":")[2].partition(".")[0]
         kernel = self.attention.get(generation)
@@ -136,6 +137,8 @@ class ComputeCosts:
                 rate *= blocks / self.units
         if backward:
             rate *= self.attention_backward
+        if causal and s_k < s_q:
+            rate /= 1 + self.q_tile * (1 - s_k / s_q) ** 0.5 / s_k
         arithmetic, memory = op.flops / rate, op.nbytes / self.memory_bytes_per_s
         return self.attention_fixed_s * op.kernels + (arithmetic if arithmetic > memory else memory)
 

@@ -55,36 +55,6 @@ def group_of(cluster: Cluster, size: int, stride: int = 1) -> Group:
     return Group(size, stride, ranks)
 
 
-def ring_all_reduce_s(message_bytes: float, group_size: int, bytes_per_s: float, latency_s: float) -> float:
-    """Ring all-reduce: 2(n-1)/n · M/B + 2(n-1)·a.
-
-    Source: Patarasuk and Yuan 2009; NVIDIA/nccl-tests doc/PERFORMANCE.md (bandwidth factor). B is one rank's one-way
-    rate, a the latency of one hop. Holds for messages large enough to keep every hop busy.
-    """
-    n = group_size
-    return 2 * (n - 1) / n * message_bytes / bytes_per_s + 2 * (n - 1) * latency_s
-
-
-def ring_all_gather_s(message_bytes: float, group_size: int, bytes_per_s: float, latency_s: float) -> float:
-    """Ring all-gather or reduce-scatter of a full tensor of M bytes: (n-1)/n · M/B + (n-1)·a.
-
-    Source: NVIDIA/nccl-tests doc/PERFORMANCE.md. Limits as `ring_all_reduce_s`.
-    """
-    n = group_size
-    return (n - 1) / n * message_bytes / bytes_per_s + (n - 1) * latency_s
-
-
-def tree_all_reduce_s(message_bytes: float, group_size: int, bytes_per_s: float, latency_s: float) -> float:
-    """Double binary tree all-reduce: 2·M/B + 2·log2(n)·a; 0 for one rank.
-
-    Every rank sends the message up one tree half and down the other. Source: Sanders, Speck and Träff 2009; NVIDIA
-    blog "Massively scale your deep learning training with NCCL 2.4". Pipelining is taken as perfect.
-    """
-    if group_size == 1:
-        return 0.0
-    return 2 * message_bytes / bytes_per_s + 2 * log2(group_size) * latency_s
-
-
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
     """One level's link with the profile's constants applied; rates are of one rank, one way."""

@@ -1,11 +1,12 @@
 """Bytes per parameter of a recipe, term by term: what one rank would hold that spreads nothing, and what this rank holds."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from costmodel.program.build import Builder
 from costmodel.program.ir import Tensor
 from costmodel.program.optimizer import Update, state_tensors
-from costmodel.program.parallel.base import EMBEDDING, HEAD, LAYER
+from costmodel.program.parallel.base import EMBEDDING, HEAD
 from costmodel.spec import DTYPE_BYTES
 
 NAMES = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "step": "step counters"}
@@ -70,5 +71,5 @@ def _optimizer(builder: Builder, updates: list[Update], numel: int) -> list[tupl
 
 
 def _weights_cast(b: Builder) -> int:
-    units = ((EMBEDDING, b.stage.first), (LAYER, b.layers), (HEAD, b.stage.last))
+    units = ((EMBEDDING, b.stage.first), (HEAD, b.stage.last), *Counter(b.names).items())
     return sum(int(n) * b.unit[unit].weights_cast_bytes for unit, n in units)

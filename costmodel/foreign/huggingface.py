@@ -4,12 +4,12 @@ What a key means, and what holds where a file leaves it out, is that of the mode
 transformers 5.24 counts; tests/foreign). A model_type that is not known here is refused: two models with the same keys may differ in biases and norms.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from costmodel.foreign.said import Foreign, Keys, number, whole
 from costmodel.spec.base import PlanError
+from costmodel.spec.kinds import LETTERS
 
 PROGRAM = "Hugging Face"
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -50,8 +50,11 @@ def _windows(k: Keys, m: dict[str, Any], f: Foreign) -> None:
     if sliding is None or all(sliding):
         m |= {"sliding_window": window, "attention_pattern": "sliding"}
     elif any(sliding):
-        alternating = all(a != b for a, b in itertools.pairwise(sliding))
-        m |= {"sliding_window": window, "attention_pattern": "alternating" if alternating else "mixed"}
+        letters = "".join("S" if each else "L" for each in sliding)
+        period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[:len(letters)] == letters)
+        m |= {"sliding_window": window, "attention_pattern": "mixed", "window_pattern": letters[:period]}
+        if letters[:period] == LETTERS["alternating"]:
+            m |= {"attention_pattern": "alternating", "window_pattern": ""}
 
 
 def _mistral(k: Keys, m: dict[str, Any], f: Foreign) -> None:

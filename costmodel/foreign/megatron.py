@@ -96,19 +96,20 @@ def _model(k: _Options, f: Foreign) -> None:
     if norm == "layernorm":
         say("norm", "layernorm", "normalization")
         say("norm_bias", True, "normalization")
-    bias = not k.on("disable-bias-linear")
-    if bias or k.on("add-qkv-bias"):
+    bias, latent = not k.on("disable-bias-linear"), k.on("multi-latent-attention")
+    if not latent and (bias or k.on("add-qkv-bias")):
         say("qkv_bias", True, "add-qkv-bias" if not bias else "disable-bias-linear (not given)")
     if bias:
         say("attention_out_bias", True, "disable-bias-linear (not given)")
         say("mlp_bias", True, "disable-bias-linear (not given)")
-    say("fused_qkv", True, "num-attention-heads (Megatron has one matrix for queries, keys and values)")
+    if not latent:
+        say("fused_qkv", True, "num-attention-heads (Megatron has one matrix for queries, keys and values)")
     if not k.on("untie-embeddings-and-output-weights"):
         say("tied_embeddings", True, "untie-embeddings-and-output-weights (not given)")
     _positions(k, say)
     if k.on("embed-layernorm"):
         say("embedding_norm", True, "embed-layernorm")
-    if k.on("qk-layernorm"):
+    if k.on("qk-layernorm") and not latent:  # of latents it says that they have norms
         say("qk_norm", "per_head", "qk-layernorm")
     _vocabulary(k, f)
     _latent(k, f, say)
@@ -241,19 +242,44 @@ def _spread(k: _Options, f: Foreign) -> None:
         say("ep_dispatcher", kind if kind in ("alltoall", "allgather", "flex") else "alltoall", "moe-token-dispatcher-type")
         if k.on("overlap-moe-expert-parallel-comm"):
             say("ep_overlap", True, "overlap-moe-expert-parallel-comm")
-    if k.on("use-distributed-optimizer"):
+    fsdp = k.has("use-megatron-fsdp", "use-custom-fsdp")
+    if k.on("use-distributed-optimizer") or fsdp:
         say("zero", 1, "use-distributed-optimizer")
-    say("overlap_grad_reduce", k.on("overlap-grad-reduce"), "overlap-grad-reduce")
-    if k.on("overlap-param-gather"):
-        say("overlap_param_gather", True, "overlap-param-gather")
+    if not (fsdp and _fsdp(k, f, fsdp)):
+        say("overlap_grad_reduce", k.on("overlap-grad-reduce"), "overlap-grad-reduce")
+        if k.on("overlap-param-gather"):
+            say("overlap_param_gather", True, "overlap-param-gather")
     instances = k.count("num-distributed-optimizer-instances", default=1) or 1
     if instances > 1:
         say("dp_replicate", instances, "num-distributed-optimizer-instances")
-    if k.on("use-megatron-fsdp", "use-custom-fsdp") or k.on("use-torch-fsdp2"):
-        f.lost.append("--use-megatron-fsdp: parameters sharded in Megatron's dialect")
+    if k.on("use-torch-fsdp2"):
+        f.lost.append("--use-torch-fsdp2: PyTorch's FSDP2 around Megatron's layers")
     if k.on("optimizer-cpu-offload"):
         say("offload", "optimizer", "optimizer-cpu-offload")
     _checkpointing(k, f)
+
+
+FSDP_STAGES = {"no_shard": "replicates all state", "optim": "shards optimizer states alone", "optim_grads": "shards gradients and optimizer states alone"}
+
+
+def _fsdp(k: _Options, f: Foreign, option: str) -> bool:
+    """Megatron-FSDP, which overlaps whatever the options say; whether it is one that a run can have."""
+    strategy = str(k.get("data-parallel-sharding-strategy", default="no_shard"))
+    unit, buffers = k.count("suggested-communication-unit-size"), k.has("fsdp-double-buffer", "use-nccl-ub", "nccl-ub")
+    if k.get("outer-dp-sharding-strategy", default="no_shard") != "no_shard":
+        f.lost.append("--outer-dp-sharding-strategy: optimizer states sharded over the instances as well")
+    if strategy != "optim_grads_params":
+        f.lost.append(f"--data-parallel-sharding-strategy {strategy}: Megatron-FSDP {FSDP_STAGES.get(strategy, 'shards in another way')}")
+        return False
+    f.say("plan.zero", 3, f"--{option} with --data-parallel-sharding-strategy")
+    k.has("overlap-grad-reduce", "overlap-param-gather", "fsdp-manual-registration", "init-model-with-meta-device", "use-sharp")
+    if buffers:
+        f.say("plan.double_buffer", True, f"--{buffers}")
+    if buffers and buffers.endswith("nccl-ub"):
+        f.notes.append("--use-nccl-ub: predicted as double buffers; what registered buffers do to the time of a collective is not")
+    if unit:
+        f.say("plan.communication_unit_params", unit, "--suggested-communication-unit-size")
+    return True
 
 
 def _stages(k: _Options, f: Foreign, layers: int, pp: int) -> None:
@@ -363,10 +389,17 @@ def _precision(k: _Options, f: Foreign) -> None:
     if k.on("grad-reduce-in-bf16") or k.on("accumulate-allreduce-grads-in-bf16"):
         fields |= {"gradient": "bf16", "reduce": "bf16"}
         source += ", --grad-reduce-in-bf16"
+    if f.get("plan.zero") == 3 and "gradient" not in fields:
+        main = str(k.get("megatron-fsdp-main-grads-dtype", default="fp32"))
+        comm = str(k.get("megatron-fsdp-grad-comm-dtype", default=main))
+        for field, word in (("gradient", main), ("reduce", comm)):
+            if word in (low, "auto"):
+                fields[field] = low
     for field, option in (("optimizer_state", "exp-avg-dtype"), ("master", "main-params-dtype")):
         if (word := k.get(option)) in ("bf16", "fp16"):
             fields[field] = word
-    k.has("accumulate-allreduce-grads-in-fp32", "exp-avg-sq-dtype", "main-grads-dtype", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-margin")
+    k.has("accumulate-allreduce-grads-in-fp32", "exp-avg-sq-dtype", "main-grads-dtype", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-margin",
+          "megatron-fsdp-main-params-dtype", "megatron-fsdp-main-grads-dtype", "megatron-fsdp-grad-comm-dtype")
     f.say("recipe.precision", fields if len(fields) > 1 else fields["base"], source)
 
 

@@ -1,6 +1,7 @@
 """From a Run to the program of each rank role: the units are recorded once, the strategy adds what it sends and keeps."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -10,6 +11,7 @@ from costmodel.program.halves import Halves
 from costmodel.program.host import COMPILE, work
 from costmodel.program.inventory import Inventory, inventory_of
 from costmodel.program.ir import Block, Op, Part, RankProgram, Seq, Tensor, periods, seq
+from costmodel.program.latent import refusals as latent_refusals
 from costmodel.program.layers import (
     Numbers,
     Unit,
@@ -30,13 +32,16 @@ from costmodel.program.parallel.expert_fsdp import ExpertFSDP
 from costmodel.program.parallel.expert_megatron import MegatronExperts
 from costmodel.program.parallel.fsdp import FSDP
 from costmodel.program.parallel.megatron import MegatronDP
+from costmodel.program.parallel.megatron_fsdp import MegatronFSDP
 from costmodel.program.parallel.nanochat import Nanochat
 from costmodel.program.parallel.pipeline import WHOLE, Links, Stage
 from costmodel.program.parallel.pipeline import refusals as pipeline_refusals
 from costmodel.program.parallel.tensor import TensorParallel
 from costmodel.program.parallel.zero import Zero1, Zero2
 from costmodel.program.tape import GradReady
+from costmodel.program.windows import refusals as window_refusals
 from costmodel.spec import PlanError, Run
+from costmodel.spec.kinds import LayerKind, layer_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class Program:
 def strategy_of(run: Run, numbers: Numbers, inventory: Inventory) -> Strategy:
     """The strategy that a plan names."""
     p = run.plan
+    if p.framework == "megatron" and p.zero == 3:
+        return MegatronFSDP(run, numbers, inventory)
     if p.framework == "megatron" or (p.framework == "deepspeed" and not p.zero):
         return (MegatronExperts if p.ep > 1 else MegatronDP)(run, numbers, inventory)
     if p.framework == "nanochat":
@@ -93,7 +100,6 @@ def refusals(run: Run) -> Iterator[PlanError]:
     """What can be described but not predicted yet."""
     m, p, r = run.model, run.plan, run.recipe
     for on, field, value, what, fix in (
-            (m.mla is not None, "model", m.name, "multi-head latent attention", "Use a model with ordinary attention."),
             (m.mtp_depth > 0, "model.mtp_depth", m.mtp_depth, "multi-token prediction", "Use mtp_depth = 0."),
             (bool(m.hybrid), "model.hybrid", m.hybrid, f"{m.hybrid or 'hybrid'} layers", "Use a pure Transformer."),
             (m.attention_sinks, "model.attention_sinks", True, "attention sinks", "Use a model without sinks."),
@@ -102,12 +108,9 @@ def refusals(run: Run) -> Iterator[PlanError]:
              f"{' and a parallel residual' if m.parallel_residual else ''}",
              "Use 2; 4 with norm_placement = sandwich; 1 or 2 with a parallel residual."),
             (m.embedding_dim != m.hidden, "model.embedding_dim", m.embedding_dim, "an embedding narrower than the model", "Use embedding_dim = hidden."),
-            (0 < m.sliding_window < r.seq_len, "recipe.seq_len", r.seq_len, f"sliding-window attention (window {m.sliding_window})",
-             f"Use seq_len <= {m.sliding_window}, or model.sliding_window = 0 to count full attention."),
             (run.cluster.accelerator.kind not in ("cuda", "rocm", "cpu"), "cluster.accelerator", run.cluster.accelerator.name,
              f"the kernels of this kind of device ({run.cluster.accelerator.kind})", "Use a GPU or a CPU."),
-            (p.framework == "megatron" and p.zero == 1 and p.dp_replicate > 1, "plan.dp_replicate", p.dp_replicate,
-             "several instances of Megatron's distributed optimizer", f"Use dp_replicate = 1 and dp_shard = {p.dp}."),
+            (p.framework == "megatron" and p.zero == 3 and p.pp > 1, "plan.pp", p.pp, "a pipeline with Megatron-FSDP", "Use pp = 1, or zero = 1."),
             (p.forward_prefetch > 0, "plan.forward_prefetch", p.forward_prefetch, "explicit prefetching in forward", "Use forward_prefetch = 0."),
             (p.framework == "pytorch" and r.precision.gradient != r.precision.parameter, "recipe.precision.gradient", r.precision.gradient,
              f"gradients of another dtype than their parameters ({r.precision.parameter})", f"Use gradient = {r.precision.parameter}."),
@@ -129,6 +132,8 @@ def refusals(run: Run) -> Iterator[PlanError]:
             yield PlanError(field, value, f"{what}: not predicted yet.", fix)
     if r.precision.compute == "fp8" or r.precision.fp8_gather or r.precision.fp8_parameters:
         yield from float8.refusals(run)
+    yield from latent_refusals(run)
+    yield from window_refusals(run)
     yield from expert_refusals(run)
     yield from TensorParallel.refusals(run)
     yield from ContextParallel.refusals(run, resolved_attention(run))
@@ -137,6 +142,29 @@ def refusals(run: Run) -> Iterator[PlanError]:
 
 Marked = tuple[list[Op], list[tuple[int, GradReady]]]
 """Ops, and the gradients that are there after so many of them."""
+
+
+EDGES = (EMBEDDING, HEAD)
+"""Units that are no layers."""
+
+
+def titled(unit: str) -> str:
+    """A unit as strategies and readers know it: layers of every kind are layers."""
+    return unit if unit in EDGES else LAYER
+
+
+def named_kinds(run: Run) -> tuple[dict[LayerKind, str], tuple[str, ...]]:
+    """The kinds of a model's layers with the names of their units, that of the last layer first, called LAYER; and the unit of each layer."""
+    each = layer_kinds(run.model, run.recipe.seq_len)
+    kinds = {each[-1]: LAYER}
+    for kind in sorted(set(each)):
+        kinds.setdefault(kind, f"{LAYER} of kind {len(kinds) + 1}")
+    return kinds, (LAYER,) * len(each) if len(kinds) == 1 else tuple(kinds[kind] for kind in each)
+
+
+def layer_flops(units: Mapping[str, Unit], names: Sequence[str]) -> float:
+    """Forward FLOPs of the matmuls and of the attention (every pair) of layers, by the names of their units."""
+    return sum(n * (units[name].matmul_flops + units[name].attention_flops) for name, n in Counter(names).items())
 
 
 class Builder:
@@ -151,8 +179,12 @@ class Builder:
         self.numbers = numbers
         self.strategy = strategy
         self.layers = inventory.layers
-        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), LAYER: layer_unit(run, numbers, busiest=busiest),
-                                                             HEAD: head_unit(run, numbers)}
+        kinds, names = named_kinds(run)
+        first = self.stage.begins
+        self.names = names[first:first + self.layers]
+        """Of each layer the unit of its kind; strategies call all of them LAYER."""
+        self.unit: dict[str, Unit] = like.unit if like else {EMBEDDING: embedding_unit(run, numbers), HEAD: head_unit(run, numbers), **{
+            name: layer_unit(run, numbers, kind, busiest=busiest) for kind, name in kinds.items()}}
         self.blocks: dict[object, Block] = {}
         self.cores: dict[object, Block] = like.cores if like else {}
         """Forward and recompute of a unit, the same under every strategy; its backward, the same on every stage."""
@@ -174,8 +206,6 @@ class Builder:
         self.every = c.every if c.mode == "full" else 1
         self.by_op = c.mode == "selective" and c.ops == ("op",)
         self.checkpoints = c.mode == "full" or self.by_op
-        layer_cached = self.unit[LAYER].cached
-        self.cached = layer_cached if self.by_op else frozenset()
         pattern = [True] + [False] * (self.every - 1)
         self.checkpointed = (pattern * (self.layers // self.every + 1))[:self.layers] if self.checkpoints else [False] * self.layers
 
@@ -212,18 +242,21 @@ class Builder:
     @property
     def recomputed_flops(self) -> float:
         """Forward FLOPs that backward computes again, over this stage's layers, one micro-batch."""
-        layer, c = self.unit[LAYER], self.run.plan.checkpointing
+        c, units = self.run.plan.checkpointing, self.unit
         if self.by_op:
-            return self.layers * (layer.matmul_flops - layer.cached_flops)
+            return sum(n * (units[name].matmul_flops - units[name].cached_flops) for name, n in Counter(self.names).items())
         if c.mode == "selective":
-            return self.layers * layer.attention_flops
-        return sum(self.checkpointed) * (layer.matmul_flops + layer.attention_flops)
+            return sum(n * units[name].attention_flops for name, n in Counter(self.names).items())
+        return layer_flops(units, self._checkpointed_names())
+
+    def _checkpointed_names(self) -> tuple[str, ...]:
+        return self.names if all(self.checkpointed) else tuple(name for name, chk in zip(self.names, self.checkpointed, strict=True) if chk)
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _forward_ops(self, unit: str, *, save: bool, drop: bool, until: int | None = None, phase: str = "forward") -> list[Op]:
-        again = until is not None or (unit == LAYER and phase == "recompute")
-        cached = self.cached if unit == LAYER and (again or not save) else frozenset()
+        again = until is not None or phase == "recompute"
+        cached = self.unit[unit].cached if self.by_op and unit not in EDGES and (again or not save) else frozenset()
         key = (unit, save, drop, until, bool(cached))
         if key not in self.raw:
             u = self.unit[unit]
@@ -236,10 +269,10 @@ class Builder:
         return entry is not None and entry.saves > 0
 
     def _runs(self, phase: str, micro: str) -> Iterator[tuple[int, int, bool, object]]:
-        """Stretches of layers that are treated alike: (first layer, how many, checkpointed, the strategy's key)."""
-        keys = zip(self.checkpointed, self.strategy.layer_variants(phase, micro), self.borrowed, strict=True)
+        """Stretches of layers of one kind that are treated alike: (first layer, how many, checkpointed, the strategy's key)."""
+        keys = zip(self.checkpointed, self.strategy.layer_variants(phase, micro), self.borrowed, self.names, strict=True)
         index = 0
-        for (chk, variant, _), run in groupby(keys):
+        for (chk, variant, *_), run in groupby(keys):
             n = len(list(run))
             yield index, n, chk, variant
             index += n
@@ -251,29 +284,30 @@ class Builder:
             if chk and self.group > 1:
                 parts += [(self._forward_block(i, micro, chk, i % self.group != 0, variant), 1) for i in range(first, first + n)]
             else:
-                drop = not chk and not self.saves_entry(LAYER) and not self.borrowed[first][0]
+                drop = not chk and not self.saves_entry(self.names[first]) and not self.borrowed[first][0]
                 parts.append((self._forward_block(first, micro, chk, drop, variant), n))
         return parts
 
     def _forward_block(self, index: int, micro: str, chk: bool, drop: bool, variant: object) -> Part:
-        key = ("forward", chk, drop, variant, self.strategy.forward_key(micro))
+        name = self.names[index]
+        key = ("forward", name, chk, drop, variant, self.strategy.forward_key(micro))
         if key not in self.parts:
-            s, core = self.strategy, self.forward_core(LAYER, save=not chk, drop=drop)
+            s, core = self.strategy, self.forward_core(name, save=not chk, drop=drop)
             after = s.after_forward(LAYER, index, micro)
             if chk and self.numbers.autocast:
-                after = [Op("autocast.cache", "host", kernels=0, allocs=(self._autocast_cache(1),)), *after]
+                after = [Op("autocast.cache", "host", kernels=0, allocs=(self._autocast_cache((name,)),)), *after]
             self.parts[key] = self.wrapped(LAYER, "forward", s.before_forward(LAYER, index, micro), core, after)
         return self.parts[key]
 
-    def _autocast_cache(self, layers: int) -> Tensor:
-        """Low-precision weights that autocast keeps until forward ends, of layers whose graph does not hold them."""
-        return Tensor("autocast cache", "temporaries", layers * self.unit[LAYER].weights_cast_bytes)
+    def _autocast_cache(self, names: tuple[str, ...]) -> Tensor:
+        """Low-precision weights that autocast keeps until forward ends, of layers (their units) whose graph does not hold them."""
+        return Tensor("autocast cache", "temporaries", sum(n * self.unit[name].weights_cast_bytes for name, n in Counter(names).items()))
 
     def forward_core(self, unit: str, *, save: bool, drop: bool) -> Block:
         key = (unit, "forward", save, drop)
         if key not in self.cores:
             ops = self._forward_ops(unit, save=save, drop=drop)
-            self.cores[key] = Block(unit, "forward", tuple(self._placed(unit, ops, "forward")))
+            self.cores[key] = Block(titled(unit), "forward", tuple(self._placed(unit, ops, "forward")))
         return self.cores[key]
 
     def _placed(self, unit: str, ops: list[Op], phase: str, index: int = 0, micro: str = ONLY) -> list[Op]:
@@ -338,7 +372,7 @@ class Builder:
             if tied and unit == HEAD:
                 out[-1] = out[-1].taking((first_use,))
                 continue
-            allocs, more = self.strategy.on_grad(unit, index, item, micro)
+            allocs, more = self.strategy.on_grad(titled(unit), index, item, micro)
             if tied:
                 lookup = Tensor("lookup gradient", "temporaries", item.nbytes)
                 out[-1] = out[-1].taking((lookup,))
@@ -360,7 +394,10 @@ class Builder:
             elif self.group == 1:
                 again = self._recompute_block(first, micro, variant, (first, first))
                 back = self._backward_block(first, micro, variant, (first, first))
-                parts.append((Seq(((again, 1), (back, 1))), n))
+                both = ("both", id(again), id(back))
+                if both not in self.parts:
+                    self.parts[both] = Seq(((again, 1), (back, 1)))
+                parts.append((self.parts[both], n))
         if self.checkpoints and self.group > 1:
             starts = range(0, self.layers, self.group)
             for start in reversed(starts):
@@ -373,14 +410,15 @@ class Builder:
     def _recompute_block(self, index: int, micro: str, variant: object, span: tuple[int, int]) -> Part:
         """A layer of the checkpoint `span` (its first and last layer) runs forward again, saving; the last one stops early."""
         first, last = span
-        drop = index > first and not self.saves_entry(LAYER)
-        key = ("recompute", micro, drop, variant, *self._place(index, span))
+        name = self.names[index]
+        drop = index > first and not self.saves_entry(name)
+        key = ("recompute", name, micro, drop, variant, *self._place(index, span))
         if key not in self.parts:
-            core_key = (LAYER, "recompute", drop, index == last)
+            core_key = (name, "recompute", drop, index == last)
             if core_key not in self.cores:
-                stop = self.unit[LAYER].tape.recompute_until if index == last else None
-                again = self._forward_ops(LAYER, save=True, drop=drop, until=stop, phase="recompute")
-                self.cores[core_key] = Block(LAYER, "recompute", tuple(self._placed(LAYER, again, "recompute")))
+                stop = self.unit[name].tape.recompute_until if index == last else None
+                again = self._forward_ops(name, save=True, drop=drop, until=stop, phase="recompute")
+                self.cores[core_key] = Block(LAYER, "recompute", tuple(self._placed(name, again, "recompute")))
             self.parts[key] = self.wrapped(LAYER, "recompute", self.strategy.before_recompute(index, micro, first, last), self.cores[core_key], [])
         return self.parts[key]
 
@@ -391,39 +429,40 @@ class Builder:
 
     def _backward_block(self, index: int, micro: str, variant: object, span: tuple[int, int] | None = None) -> Part:
         """Backward of a layer, of the checkpoint `span` if it was computed again; the checkpoint's input goes with its first."""
-        s, u = self.strategy, self.unit[LAYER]
+        s, name = self.strategy, self.names[index]
+        u = self.unit[name]
         borrowed = self.borrowed[index]
-        release = span is not None and index == span[0] and not self.saves_entry(LAYER) and not borrowed[0]
-        key = ("backward", micro, release, borrowed, variant, *(self._place(index, span) if span else ()))
+        release = span is not None and index == span[0] and not self.saves_entry(name) and not borrowed[0]
+        key = ("backward", name, micro, release, borrowed, variant, *(self._place(index, span) if span else ()))
         if key not in self.parts:
             before = s.before_recomputed_backward(index, micro, *span) if span else s.before_backward(LAYER, index, micro)
             after = s.after_backward(LAYER, index, micro)
             if self.by_op:
-                after = [Op("checkpoint.release", "host", kernels=0, frees=self._never_used()), *after]
+                after = [Op("checkpoint.release", "host", kernels=0, frees=self._never_used(u)), *after]
             if release and u.entry is not None:
                 after = [Op("checkpoint.release", "host", kernels=0, frees=(Tensor(u.entry.name, "activations", u.entry.nbytes),)), *after]
-            self.parts[key] = self.wrapped(LAYER, "backward", before, self.backward_core(LAYER, index, micro, variant, borrowed), after)
+            self.parts[key] = self.wrapped(LAYER, "backward", before, self.backward_core(name, index, micro, variant, borrowed), after)
         return self.parts[key]
 
-    def _never_used(self) -> tuple[Tensor, ...]:
+    def _never_used(self, unit: Unit) -> tuple[Tensor, ...]:
         """What per-operation checkpointing kept beyond the point where the recompute stops."""
-        tape = self.unit[LAYER].tape
-        return tuple(t for i in sorted(self.cached) if i >= tape.recompute_until for node in (tape.nodes[i],)
+        tape = unit.tape
+        return tuple(t for i in sorted(unit.cached) if i >= tape.recompute_until for node in (tape.nodes[i],)
                      for t in (*(Tensor(v.name, "activations", v.own_bytes) for v in node.outputs), *(node.extra if node.kind != "matmul" else ())))
 
     def backward_core(self, unit: str, index: int, micro: str, variant: object, borrowed: tuple[bool, bool] = (False, False)) -> Block:
         """A unit's own backward, with what happens to its gradients as they appear; the same on every stage."""
         marked = self.unit[unit].tape.marked
-        again = unit == LAYER and marked and self.checkpointed[index]
+        again = unit not in EDGES and marked and self.checkpointed[index]
         key = (unit, "backward", self.strategy.gradient_key(micro, variant), unit != LAYER and self.tied, again, borrowed)
         core = self.cores.get(key)
         if core is None:
             own = self.backward_core(unit, index, micro, variant) if any(borrowed) else None
             if own is not None and not marked:
-                core = Block(unit, "backward", self._borrowing(unit, own.ops, self.places[id(own)], borrowed), own)
+                core = Block(titled(unit), "backward", self._borrowing(unit, own.ops, self.places[id(own)], borrowed), own)
             else:
                 ops, places = self._with_gradients(unit, index, micro, self._raw_backward(unit, borrowed))
-                core = Block(unit, "backward", tuple(ops), own)
+                core = Block(titled(unit), "backward", tuple(ops), own)
                 self.places[id(core)] = places
             self.cores[key] = core
         return core
@@ -474,7 +513,7 @@ class Builder:
         enter = [Op("batch", "host", kernels=0, allocs=batch), *links.before_forward(), *s.forward_begin(micro)]
         leave = [*s.forward_end(micro), *links.after_forward()]
         if self.numbers.autocast and any(self.checkpointed):
-            leave.append(Op("autocast.exit", "host", kernels=0, frees=(self._autocast_cache(sum(self.checkpointed)),)))
+            leave.append(Op("autocast.exit", "host", kernels=0, frees=(self._autocast_cache(self._checkpointed_names()),)))
         parts: list[Part | tuple[Part, int]] = []
         if stage.first:
             parts.append(self.forward_edge(EMBEDDING, micro, enter, []))
@@ -623,6 +662,5 @@ def build(run: Run) -> Program:
         persistent = (*strategy.persistent(role), *constant_tensors(run, numbers))
         roles += [RankProgram(name, n, first, persistent, one.step(role, False), one.step(role, True))
                   for name, n, first, one in _by_experts(run, builder, role, ranks, example)]
-    layer = builder.unit[LAYER]
-    return Program(tuple(roles), strategy, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),
+    return Program(tuple(roles), strategy, inventory, numbers, layer_flops(builder.unit, builder.names),
                    builder.unit[HEAD].matmul_flops, builder.recomputed_flops, builder)

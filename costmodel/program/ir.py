@@ -55,7 +55,8 @@ class Op(NamedTuple):
     nbytes: float = 0.0
     """Bytes read plus bytes written in device memory."""
     dims: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k); attention: (batch, heads, kv_heads, s_q, s_k, head_dim, causal, backward)."""
+    """matmul: (batch, m, n, k); attention: (batch, heads, kv_heads, s_q, s_k, head_dim, causal, backward), where a window counts as the shorter
+    causal s_k of as much work."""
     dtype: str = "fp32"
     kernels: int = 1
     """Kernels the host launches for it."""

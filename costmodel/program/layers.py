@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from costmodel.program import float8
 from costmodel.program.experts import mixture
 from costmodel.program.ir import Comm, Tensor
+from costmodel.program.latent import kernel as latent_kernel
+from costmodel.program.latent import queries_keys_values
 from costmodel.program.parallel.context import ContextParallel
 from costmodel.program.parallel.expert import ExpertParallel
 from costmodel.program.parallel.tensor import TensorParallel, local_param
 from costmodel.program.tape import Back, Inner, Tape, Value
 from costmodel.spec import Run
+from costmodel.spec.kinds import LayerKind, layer_kinds
 from costmodel.spec.parameters import Param
 from costmodel.spec.recipe import DTYPE_BYTES
 
@@ -62,6 +65,8 @@ def resolved_attention(run: Run) -> str:
     r, acc = run.recipe, run.cluster.accelerator
     if r.attention != "sdpa":
         return r.attention
+    if run.model.mla is not None:
+        return latent_kernel(run)
     if acc.kernel_table == "cpu":
         return "math" if r.dropout else "cpu"
     low = r.precision.compute in ("bf16", "fp16", "fp8") and run.model.head_dim <= 256
@@ -80,9 +85,9 @@ class Walk:
     """Records the ops of one unit of a model on a tape."""
 
     __slots__ = ("tape", "run", "n", "batch", "seq", "tokens", "rows", "e", "weights_cast", "matmul_flops", "tp", "cp", "ep", "heads", "kv_heads", "ffn",
-                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts")
+                 "vocab", "cached", "cached_flops", "matmuls", "style", "casts", "window", "value_dim")
 
-    def __init__(self, run: Run, numbers: Numbers, *, busiest: bool = True) -> None:
+    def __init__(self, run: Run, numbers: Numbers, kind: LayerKind | None = None, *, busiest: bool = True) -> None:
         self.tape = Tape(DTYPE_BYTES, numbers.compiled)
         self.run = run
         self.n = numbers
@@ -103,7 +108,11 @@ class Walk:
         """Nodes whose results per-operation checkpointing keeps: attention, and every other matmul."""
         self.cached_flops = 0.0
         self.matmuls = 0
-        self.ep = ExpertParallel(run, busiest=busiest) if run.model.moe else None
+        self.ep = ExpertParallel(run, busiest=busiest) if kind is not None and kind.moe else None
+        self.window = kind.window if kind is not None else 0
+        """Tokens that a token sees in this layer; 0: all before it."""
+        self.value_dim = m.mla.v_head_dim if m.mla else m.head_dim
+        """Width of a head's values; that of its queries and keys is model.head_dim."""
         self.style = float8.style_of(run) if numbers.fp8 else None
         self.casts: dict[int, tuple[Value, Value]] = {}
         """fp8: the cast of a value, and what backward keeps of it."""
@@ -313,6 +322,21 @@ class Walk:
 
     def attention(self, x: Value) -> Value:
         """Self-attention from the normed input to the output projection."""
+        m = self.run.model
+        if m.mla is not None:
+            q, k, v = (self.cast(t, self.n.act) for t in queries_keys_values(self, x))
+        else:
+            q, k, v = self.queries_keys_values(x)
+        chk = self.run.plan.checkpointing
+        if chk.mode == "selective" and "attention" in chk.ops:
+            out = self._checkpointed_core(q, k, v)
+        else:
+            out = self.attention_core(q, k, v)
+        out = self.cp.leave(self, out)
+        return self.tp.leave(self, self.linear(out, "attention.out", m.hidden, self.heads * self.value_dim, m.attention_out_bias), "attention.out")
+
+    def queries_keys_values(self, x: Value) -> tuple[Value, Value, Value]:
+        """From the normed input to what attention takes."""
         m, n = self.run.model, self.n
         h, qw, kw = m.hidden, self.heads * m.head_dim, self.kv_heads * m.head_dim
         x = self.tp.enter(self, x, "attention")
@@ -335,13 +359,7 @@ class Walk:
         q, k, v = self.cp.enter(self, tuple(self.cast(t, n.act) for t in (q, k, v)), fused=fused)
         if self.run.recipe.expand_kv and n.attention not in ("eager", "math"):
             k, v = (self._repeat(t, self.heads // self.kv_heads) for t in (k, v))
-        chk = self.run.plan.checkpointing
-        if chk.mode == "selective" and "attention" in chk.ops:
-            out = self._checkpointed_core(q, k, v)
-        else:
-            out = self.attention_core(q, k, v)
-        out = self.cp.leave(self, out)
-        return self.tp.leave(self, self.linear(out, "attention.out", h, qw, m.attention_out_bias), "attention.out")
+        return q, k, v
 
     def fused_linear(self, x: Value, name: str, parts: tuple[tuple[str, int], ...], bias: bool, *, copied: bool) -> tuple[Value, ...]:
         """One matmul, views of its output; backward concatenates their gradients before its own matmuls.
@@ -389,18 +407,22 @@ class Walk:
     def flash_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Fused attention: saves q, k, v, the output and an fp32 log-sum-exp per head and token; no s² tensor.
 
-        Forward 4·s²·d FLOPs per head, half where causality lets the kernel skip; backward 2.5 times that, for the scores are
-        computed again (FlashAttention-2, arXiv 2307.08691).
+        Forward 4·s²·d FLOPs per head, half where causality lets the kernel skip; with a window of w tokens (s - w/2)·w of the s²/2
+        pairs are left. Backward 2.5 times that, for the scores are computed again (FlashAttention-2, arXiv 2307.08691): two products
+        become five, of which three are as wide as queries and two as values, where those differ.
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         causal = self.run.recipe.causal
-        flops = 4.0 * b * self.heads * float(s) * s * m.head_dim * (0.5 if causal else 1.0)
-        out = self.tape.value("attention.core", q.numel, q.dtype)
+        keys = windowed_keys(s, self.window)
+        d, dv = m.head_dim, self.value_dim
+        pairs = 2.0 * b * self.heads * float(s) * keys * (0.5 if causal else 1.0)
+        flops, again = pairs * (d + dv), pairs * (3 * d + 2 * dv)
+        out = self.tape.value("attention.core", b * s * self.heads * dv, q.dtype)
         lse = Tensor("attention.lse", "activations", b * self.heads * s * 4)
-        dims = (b, self.heads, self.kv_heads, s, s, m.head_dim, int(causal))
-        moved = float(q.nbytes * 2 + k.nbytes + v.nbytes)
+        dims = (b, self.heads, self.kv_heads, s, keys, m.head_dim, int(causal))
+        moved = float(q.nbytes + out.nbytes + k.nbytes + v.nbytes)
         name = f"attention:{n.attention}"
-        backs = (Back("grad_q", "attention", 0, 2.5 * flops, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
+        backs = (Back("grad_q", "attention", 0, again, 2.0 * moved + q.nbytes, (*dims, 1), n.act, kernels=3),
                  Back("grad_k", "memory", 1, kernels=0, dtype=n.act), Back("grad_v", "memory", 2, kernels=0, dtype=n.act))
         self.tape.record(name, "attention", (q, k, v), (out,), saved=(q, k, v, out), extra=(lse,), backs=backs, flops=flops,
                          nbytes=moved, dims=(*dims, 0), dtype=n.act, kernels=1)
@@ -411,16 +433,17 @@ class Walk:
 
         Megatron's scaled, masked softmax is one kernel where it takes the shape; where not, an fp32 copy is scaled, masked, and its softmax cast
         back (core/fusions/fused_softmax.py). Saved in 16-bit: softmax output 2 (4 in fp32), dropout mask 1, dropped probabilities 2 bytes a score;
-        scores themselves die. Causal FLOPs are not halved: the whole square is computed.
+        scores themselves die. Causal FLOPs are not halved: the whole square is computed, whatever a window leaves of it.
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         groups = m.heads // m.kv_heads
-        scores_numel, d, e = b * self.heads * s * s, m.head_dim, self.e
-        flops = 2.0 * b * self.heads * float(s) * s * d
-        moved = float(e * (b * self.heads * (2 * s * d) + scores_numel))
+        scores_numel, d, dv, e = b * self.heads * s * s, m.head_dim, self.value_dim, self.e
+        flops, weighing = (2.0 * b * self.heads * float(s) * s * width for width in (d, dv))
+        moved, gathered = (float(e * (b * self.heads * (2 * s * width) + scores_numel)) for width in (d, dv))
         k, v = (self._repeat(t, groups) for t in (k, v))
         scores = self.tape.value("attention.scores", scores_numel, n.act)
         scored, weighted = (b * self.heads, s, s, d), (b * self.heads, s, d, s)
+        valued, summed = (b * self.heads, s, s, dv), (b * self.heads, s, dv, s)
         self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=n.act,
                          backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, n.act),
                                 Back("grad_k", "matmul", 1, flops, moved, weighted, n.act)))
@@ -442,9 +465,10 @@ class Walk:
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
         used = self.cast(self.dropout(self.cast(probs, n.act) if wide else probs, "attention.probs"), n.act)
-        out = self.tape.value("attention.core", q.numel, n.act)
-        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=flops, nbytes=moved, dims=weighted, dtype=n.act,
-                         backs=(Back("grad_p", "matmul", 0, flops, moved, scored, n.act), Back("grad_v", "matmul", 1, flops, moved, weighted, n.act)))
+        out = self.tape.value("attention.core", b * s * self.heads * dv, n.act)
+        self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=weighing, nbytes=gathered, dims=summed, dtype=n.act,
+                         backs=(Back("grad_p", "matmul", 0, weighing, gathered, valued, n.act),
+                                Back("grad_v", "matmul", 1, weighing, gathered, summed, n.act)))
         merged = self.tape.value("attention.merged", out.numel, n.act)
         self.tape.record("attention.merge", "memory", (out,), (merged,), nbytes=2.0 * out.nbytes, dtype=n.act,
                          backs=(Back("grad", "memory", 0, alias=True),))
@@ -515,24 +539,33 @@ def constant_tensors(run: Run, numbers: Numbers) -> tuple[Tensor, ...]:
     m, s = run.model, run.recipe.seq_len // run.plan.cp
     out: list[Tensor] = []
     if m.positions == "rope" and m.rotary_fraction:
-        out.append(Tensor("rotary tables", "framework", 2 * s * int(m.head_dim * m.rotary_fraction) * DTYPE_BYTES[numbers.act]))
+        width = m.mla.qk_rope_head_dim if m.mla else int(m.head_dim * m.rotary_fraction)
+        out.append(Tensor("rotary tables", "framework", 2 * s * width * DTYPE_BYTES[numbers.act]))
     if m.position_rows and run.plan.cp > 1 and run.plan.framework == "pytorch":
         out.append(Tensor("positions of this rank's tokens", "framework", 8 * s))
     if numbers.attention == "eager" and run.recipe.causal:
-        out.append(Tensor("attention mask", "framework", run.recipe.seq_len ** 2))
+        masks = len({kind.window for kind in set(layer_kinds(m, run.recipe.seq_len))})
+        out.append(Tensor("attention mask", "framework", masks * run.recipe.seq_len ** 2))
     return tuple(out)
 
 
-def model_attention_flops(run: Run) -> float:
-    """Attention FLOPs of one layer's forward over one micro-batch on one rank, the whole square counted (no causal halving)."""
+def windowed_keys(s: int, window: int) -> int:
+    """2w - w²/s: the keys of a causal square's worth of work, of which half is as much as s queries have that see w tokens each; s without a window."""
+    return 2 * window - window * window // s if window else s
+
+
+def model_attention_flops(run: Run, kind: LayerKind) -> float:
+    """Attention FLOPs of one layer's forward over one micro-batch on one rank: every query by every key, no causal halving; by w of them where
+    tokens see w (OLMo-core, num_flops_per_token; nanochat, estimate_flops)."""
     m, r = run.model, run.recipe
-    return 4.0 * r.micro_batch * m.heads * m.head_dim * float(r.seq_len) * r.seq_len / (run.plan.cp * run.plan.tp)
+    both = m.head_dim + (m.mla.v_head_dim if m.mla else m.head_dim)
+    return 2.0 * r.micro_batch * m.heads * both * float(r.seq_len) * (kind.window or r.seq_len) / (run.plan.cp * run.plan.tp)
 
 
-def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
+def layer_unit(run: Run, numbers: Numbers, kind: LayerKind, *, busiest: bool = True) -> Unit:
     """One layer: x + attention(norm(x)), then + mlp(norm(·)); or both from one norm (parallel residual)."""
     m = run.model
-    w = Walk(run, numbers, busiest=busiest)
+    w = Walk(run, numbers, kind, busiest=busiest)
     w.tp.dispatches &= not numbers.compiled
     x = w.tape.input("hidden", w.rows * m.hidden, numbers.residual)
     n = m.norms_per_layer
@@ -542,7 +575,7 @@ def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
         a = w.dropout(w.attention(first), "attention.out")
         f = w.dropout(w.mlp(second), "mlp.down")
         y = w.add(w.add(x, a, "attention.residual"), f, "hidden")
-        return _unit(w, x, y, model_attention_flops(run))
+        return _unit(w, x, y, model_attention_flops(run, kind))
     post = m.norm_placement == "post"
     a = w.dropout(w.attention(x if post else w.norm(x, "attention_norm", m.hidden)), "attention.out")
     if post:
@@ -557,7 +590,7 @@ def layer_unit(run: Run, numbers: Numbers, *, busiest: bool = True) -> Unit:
     elif n == 4:
         f = w.norm(f, "mlp_post_norm", m.hidden)
     y = w.add(mid, f, "hidden")
-    return _unit(w, x, y, model_attention_flops(run))
+    return _unit(w, x, y, model_attention_flops(run, kind))
 
 
 def embedding_unit(run: Run, numbers: Numbers) -> Unit:

@@ -1,10 +1,10 @@
 """DataParallel's programs: that of GPU 0, which owns the model and the loss, and that of any other GPU."""
 
-from costmodel.program.build import Builder, Program, refuse
+from costmodel.program.build import Builder, Program, layer_flops, refuse
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import RankProgram
 from costmodel.program.layers import constant_tensors, numbers_of, replica_head_unit
-from costmodel.program.parallel.base import HEAD, LAYER
+from costmodel.program.parallel.base import HEAD
 from costmodel.program.parallel.dataparallel import GPU_0, OTHERS, DataParallel
 from costmodel.spec import Run
 
@@ -23,6 +23,5 @@ def build_replicas(run: Run) -> Program:
         (role, ranks, example), = b.strategy.roles()
         persistent = (*b.strategy.persistent(name), *constant_tensors(run, numbers))
         roles.append(RankProgram(role, ranks, example, persistent, b.step(role, False), b.step(role, True)))
-    layer = builder.unit[LAYER]
-    return Program(tuple(roles), main, inventory, numbers, inventory.layers * (layer.matmul_flops + layer.attention_flops),
+    return Program(tuple(roles), main, inventory, numbers, layer_flops(builder.unit, builder.names),
                    builder.unit[HEAD].matmul_flops, builder.recomputed_flops, builder)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from costmodel.program.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from costmodel.program.ir import periods
-from costmodel.program.zerobubble import SPLIT, split_order, words
-from costmodel.spec.run import V_SHAPED
+from costmodel.program.zerobubble import split_order, words
+from costmodel.spec.run import SPLIT, V_SHAPED
 
 PREDICTED = ("naive", "gpipe", "1f1b", "interleaved", *SPLIT)
 

@@ -4,16 +4,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from costmodel.program.actions import FORWARD, INPUT, WEIGHT
-from costmodel.program.build import Builder, Program, refuse, strategy_of
+from costmodel.program.build import Builder, Program, layer_flops, named_kinds, refuse, strategy_of
 from costmodel.program.inventory import inventory_of
 from costmodel.program.ir import Block, Comm, Op, Part, RankProgram, Seq, Tensor, seq
 from costmodel.program.layers import batch_tensors, constant_tensors, numbers_of
-from costmodel.program.parallel.base import HEAD, LAYER
+from costmodel.program.parallel.base import HEAD
 from costmodel.program.parallel.pipeline import EMBEDDING_AXIS, Stage, local, stages_of
 from costmodel.program.schedule import Slot, rank_of, rank_order, slot_counts, slot_pattern
 from costmodel.program.split import input_slot, weight_slot
-from costmodel.program.zerobubble import SPLIT, left_over
+from costmodel.program.zerobubble import left_over
 from costmodel.spec import DTYPE_BYTES, Run
+from costmodel.spec.run import SPLIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,18 @@ def build_pipeline(run: Run) -> Program:
     """By the identity of a builder: stages that are alike run the same."""
     kinds: dict[tuple[object, ...], Builder] = {}
     by_stage: dict[int, Builder] = {}
+    names = named_kinds(run)[1]
+    several = len(set(names)) > 1
+
+    def held(stage: Stage) -> tuple[str, ...]:
+        """The kinds of a stage's layers, where a model has several."""
+        return names[stage.begins:stage.begins + stage.layers] if several else ()
+
     for stage in stages_of(run):
-        key = stage.layers, stage.first, stage.last, local(run, stage.number), local(run, stage.number + 1)
+        key = stage.layers, stage.first, stage.last, local(run, stage.number), local(run, stage.number + 1), held(stage)
         if key not in kinds:
-            inventory = inventory_of(run, stage.layers, embedding=stage.first, head=stage.last, like=like.strategy.inventory if like else None)
+            inventory = inventory_of(run, stage.layers, begins=stage.begins, embedding=stage.first, head=stage.last,
+                                     like=like.strategy.inventory if like else None)
             strategy = strategy_of(run, numbers, inventory)
             for error in strategy.refusals():
                 raise error
@@ -104,10 +113,9 @@ def build_pipeline(run: Run) -> Program:
         ranks.append(PipelineRank(mine, by_slot, a.before, a.after, parts, pattern[-1][0][-1]))
         ranks_of = run.cluster.gpus // p.pp
         roles.append(RankProgram(f"pipeline rank {r}", ranks_of, r * ranks_of + like.strategy.first_rank, a.persistent, step, first_step))
-    layer, layers = like.unit[LAYER], run.model.layers
     recomputed = sum(b.recomputed_flops for b in by_stage.values())
     whole = inventory_of(run, like=like.strategy.inventory)
-    return Program(tuple(roles), like.strategy, whole, numbers, layers * (layer.matmul_flops + layer.attention_flops),
+    return Program(tuple(roles), like.strategy, whole, numbers, layer_flops(like.unit, names),
                    like.unit[HEAD].matmul_flops, recomputed, like, tuple(ranks))
 
 

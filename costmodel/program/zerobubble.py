@@ -8,9 +8,6 @@ run one after the other unless a user registers a function that overlaps them), 
 """
 
 from costmodel.program.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from costmodel.spec.run import V_SHAPED
-
-SPLIT = ("zb-h1", "interleaved-zb", *V_SHAPED)
 
 
 def split_order(schedule: str, p: int, v: int, m: int, rank: int) -> tuple[Action, ...]:

@@ -44,7 +44,8 @@ def fit_section(advice: Advice, flags: Flags, page: Page) -> None:
     if not advice.fit and advice.helps:
         if advice.together:
             page.line()
-            page.line("Alone, these help most:", indent="  ")
+            also = f", and {'one' if len(tight) == 1 else 'some'} may run under pressure (risky)" if tight else ""
+            page.line(f"Alone, these help most{also}:", indent="  ")
         _table(advice.helps[:HELPS_SHOWN], flags, page)
     if advice.stopped and (advice.fit or advice.helps):
         page.line("The search was cut short; `costmodel solve` looks further.", "dim", "  ")

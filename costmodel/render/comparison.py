@@ -5,7 +5,7 @@ from typing import Any
 
 from costmodel.comparison import Comparison, Difference, Entry
 from costmodel.render.text import Page
-from costmodel.render.units import count, duration, plural, share, size
+from costmodel.render.units import count, duration, long_time, plural, share, size
 from costmodel.report import CATEGORIES
 
 SHOWN, MOST_CAUSES = 0.1, 4
@@ -62,6 +62,9 @@ def _figures(c: Comparison, page: Page) -> None:
         ("weak scaling", lambda e: share(e.weak)), ("strong scaling", lambda e: share(e.strong)), ("MFU", lambda e: share(e.mfu)),
         ("HFU", lambda e: share(e.hfu)), ("communication", lambda e: duration(e.communication_s)), ("  exposed", lambda e: duration(e.exposed_s)),
         ("  of the step", lambda e: share(e.exposed_s, e.step_s))]
+    if any(e.training for e in c.entries):
+        figures += [("training", lambda e: long_time(e.training.seconds) if e.training else "-"),
+                    ("  GPU-hours", lambda e: count(e.training.gpu_hours) if e.training else "-")]
     _blocks([""], [e.label for e in c.entries], [[name, *(of(e) for e in c.entries)] for name, of in figures], page)
 
 

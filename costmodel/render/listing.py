@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from costmodel.render.text import Page
-from costmodel.render.units import rate, size
+from costmodel.render.units import size
 
 
 class Column(NamedTuple):
@@ -28,7 +28,7 @@ def _tera(flops_per_s: float) -> str:
 
 
 def _predicted(entry: Any) -> str:
-    return "yes" if entry.predictable else f"not yet: {entry.why_not.removeprefix('not predicted yet: ')}"
+    return "yes" if entry.predictable else "not yet"
 
 
 COLUMNS: dict[str, tuple[Column, ...]] = {
@@ -37,12 +37,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("longest", lambda e: f"{e.max_positions:,}" if e.max_positions else "-", ">"), Column("predicted", _predicted)),
     "gpus": (
         Column("name", lambda e: e.name), Column("architecture", lambda e: e.family.partition("_avx")[0]),
-        Column("memory", lambda e: size(e.memory_bytes), ">"), Column("bandwidth", lambda e: rate(e.memory_bytes_per_s), ">"),
+        Column("memory", lambda e: size(e.memory_bytes), ">"), Column("at GB/s", lambda e: f"{e.memory_bytes_per_s / 1e9:,.4g}", ">"),
         Column("bf16 TFLOP/s", lambda e: _tera(e.bf16_flops_per_s), ">"), Column("predicted", _predicted)),
     "clusters": (
-        Column("name", lambda e: e.name), Column("GPU", lambda e: e.accelerator or "any PCIe card"), Column("GPUs", lambda e: str(e.gpus_per_node), ">"),
+        Column("name", lambda e: e.name), Column("GPUs", lambda e: f"{e.gpus_per_node} x {e.accelerator or 'any PCIe card'}"),
         Column("inside", lambda e: f"{e.scale_up}{' switch' if e.scale_up_switched else ''}"),
-        Column("between nodes", lambda e: f"{e.network} {e.nics} x {rate(e.nic_bytes_per_s)}" if e.nics else e.network)),
+        Column("between, GB/s", lambda e: f"{e.network} {e.nics} x {e.nic_bytes_per_s / 1e9:,.4g}" if e.nics else e.network)),
     "profiles": (Column("name", lambda e: e["name"]), Column("constants", lambda e: e["kind"])),
     "strategies": (
         Column("name", lambda e: e.name), Column("predicted", lambda e: "yes" if e.predicted else "not yet"),
@@ -58,8 +58,21 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 
+def words_of(kind: str, entry: Any) -> str:
+    """What a search looks at: the columns of words, not those of figures."""
+    return " ".join([*(c.text(entry) for c in COLUMNS[kind] if c.align == "<"),
+                     *(getattr(entry, name, "") for name in ("vendor", "why_not"))])
+
+
 def render_list(kind: str, entries: Sequence[Any], page: Page) -> str:
-    """Entries of one kind as a table."""
+    """Entries of one kind as a table; below it, why some are not predicted."""
     columns = COLUMNS[kind]
     page.table([c.header for c in columns], [[c.text(e) for c in columns] for e in entries], "".join(c.align for c in columns))
+    missing: dict[str, list[str]] = {}
+    for entry in entries:
+        if not getattr(entry, "predictable", True):
+            missing.setdefault(entry.why_not.removeprefix("not predicted yet: "), []).append(entry.name)
+    if missing:
+        page.heading("NOT PREDICTED YET")
+        page.bullets([f"{', '.join(names)}: {why}" for why, names in missing.items()])
     return str(page)

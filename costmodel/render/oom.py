@@ -120,7 +120,15 @@ def _cause(d: Diagnosis) -> str:
         "other process": f"Another process: {size(d.others_bytes)} of the device are not of this one. What the run needs is predicted to fit.",
         "not described": f"More is allocated than this run explains: {size(d.message.allocated.nbytes if d.message.allocated else None)}, where it peaks at "
                          f"{size(d.peak_bytes)}. Something else lives on the device: another model, a cache, outputs that are kept, other settings.",
-        "unclear": "The run is predicted to fit; neither fragmentation nor another process shows in the message."}[d.cause]
+        "unclear": _fits(d) + " Neither fragmentation nor another process shows in the message."}[d.cause]
+
+
+def _fits(d: Diagnosis) -> str:
+    """What is predicted of a run whose message shows no cause."""
+    if d.report.verdict != "risky" or d.reserved_bytes is None:
+        return "The run is predicted to fit."
+    return ("The run is predicted to be risky: its live tensors fit, and with what the allocator may hold besides they need "
+            f"{size(d.reserved_bytes + d.outside_bytes)} of {size(d.capacity_bytes)}.")
 
 
 def _budget(d: Diagnosis) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from costmodel.render.listing import billions
 from costmodel.render.text import Page, Style
-from costmodel.render.units import count, duration, plural, rate, share, size
+from costmodel.render.units import count, duration, long_time, plural, rate, share, size
 from costmodel.render.words import moment
 from costmodel.report import CATEGORIES, Collective, MemoryReport, RoleReport, StepReport, TimeReport
 from costmodel.spec import Cluster, Plan, Recipe, Run
@@ -35,6 +36,7 @@ def render(run: Run, assumed: Sequence[tuple[str, str]], report: StepReport, pro
     slowest = max((r for r in report.roles if r.time), key=lambda r: r.time.step_s if r.time else 0.0, default=None)
     if slowest and slowest.time:
         _time(report, slowest, slowest.time, page)
+    _training(run, report, page)
     talker = slowest or fullest
     if talker.collectives is not None:
         _communication(report, talker, talker.collectives, page)
@@ -73,12 +75,15 @@ def strategy_name(plan: Plan) -> str:
     """The plan's way of spreading work, in the field's words."""
     if plan.single_process:
         parts = ["DataParallel (one process)"]
-    elif plan.dp_shard > 1 and plan.zero == 3 and plan.framework == "pytorch":
+    elif plan.dp_shard * plan.cp > 1 and plan.zero == 3 and plan.framework == "pytorch":
         parts = ["HSDP (FSDP2 within, replicas across)" if plan.dp_replicate > 1 else "FSDP2 (ZeRO-3)"]
     elif plan.framework == "nanochat":
         parts = ["nanochat's sharded Muon and AdamW" if plan.dp > 1 else "nanochat on a single GPU"]
+    elif plan.framework == "megatron" and plan.zero == 3:
+        parts = [f"Megatron-FSDP{', replicas across' if plan.dp_replicate > 1 else ''}"]
     elif plan.zero:
-        parts = [f"{FRAMEWORKS[plan.framework]} ZeRO-{plan.zero}" if plan.framework != "megatron" else "Megatron distributed optimizer"]
+        parts = [f"{FRAMEWORKS[plan.framework]} ZeRO-{plan.zero}" if plan.framework != "megatron" else
+                 f"Megatron distributed optimizer{f' in {plan.dp_replicate} instances' if plan.dp_replicate > 1 else ''}"]
     else:
         parts = ["DDP" if plan.dp > 1 else "no data parallelism" if plan.world_size > 1 else "single GPU"]
         if plan.framework != "pytorch":
@@ -253,7 +258,7 @@ def _time(report: StepReport, role: RoleReport, time: TimeReport, page: Page) ->
         step += f" (80% interval {duration(low)} to {duration(high)})"
     rows = [("step", step)]
     if report.tokens_per_s and report.tokens_per_s_per_gpu:
-        rows.append(("tokens/s", f"{count(report.tokens_per_s)}, {count(report.tokens_per_s_per_gpu)} per GPU"))
+        rows.append(("tokens/s", f"{count(report.tokens_per_s)} ({count(report.tokens_per_s_per_gpu)} per GPU)"))
     if report.mfu is not None and report.peak_flops_per_s:
         hfu = f", HFU {share(report.hfu)} (with recompute)" if report.hfu is not None else ""
         rows.append(("MFU", f"{share(report.mfu)}{hfu} of the {report.peak_flops_per_s / 1e12:,.4g} TFLOP/s peak"))
@@ -269,6 +274,16 @@ def _time(report: StepReport, role: RoleReport, time: TimeReport, page: Page) ->
     bar = max(0, min(40, page.width - 50))
     page.table(["what the GPU did", "time", "share", ""], [[k.replace("_", " "), duration(v), share(v, time.step_s),
                                                            "#" * round(bar * v / time.step_s)] for k, v in parts], "<>><")
+
+
+def _training(run: Run, report: StepReport, page: Page) -> None:
+    t = report.training(run.recipe.train_tokens) if run.recipe.train_tokens else None
+    if t is None:
+        return
+    page.heading("TRAINING", f"on {billions(t.tokens)} tokens; steps alone, without restarts, evaluation, saving")
+    low_high = f" (80% interval {' to '.join(long_time(days * 86400) for days in t.interval_days)})" if t.interval_days else ""
+    page.pairs([("steps", f"{count(t.steps)} of {count(report.tokens_per_step)} tokens"), ("time", long_time(t.seconds) + low_high),
+                ("GPU-hours", count(t.gpu_hours))])
 
 
 def _communication(report: StepReport, role: RoleReport, collectives: tuple[Collective, ...], page: Page) -> None:

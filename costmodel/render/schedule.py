@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodel.program.schedule import Cell, bubble, grid, most_held, rank_order, stages_on
-from costmodel.program.zerobubble import SPLIT
 from costmodel.render.text import Page, Style
 from costmodel.render.units import duration, plural, share
 from costmodel.report import RoleReport
+from costmodel.spec.run import SPLIT
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _STYLES: dict[str, Style] = {"F": "green", "B": "yellow", "I": "yellow", "W": "", ".": "dim"}

@@ -9,6 +9,7 @@ from costmodel.render.words import moment
 from costmodel.report import StepReport
 from costmodel.solve import Bound, Choice, Plans, Quantity, Solution
 from costmodel.solve.trials import held_bytes, worst
+from costmodel.spec import Plan
 
 HEADINGS = {"micro_batch": "LARGEST MICRO-BATCH that fits", "seq_len": "LONGEST SEQUENCE that fits", "layers": "MOST LAYERS that fit",
             "gpus": "FEWEST GPUS that fit"}
@@ -117,10 +118,16 @@ def _plan_row(c: Choice, wide: bool, experts: bool) -> list[str]:
     p, memory = c.run.plan, worst(c.report).memory
     assert memory is not None
     dp = f"{p.dp_replicate}x{p.dp_shard}" if p.dp_replicate > 1 and p.dp_shard > 1 else str(p.dp)
-    row = [str(p.tp), str(p.pp), dp, *([str(p.ep)] if experts else []), str(p.zero), "yes" if p.sequence_parallel else "-", checkpointing(p),
+    row = [str(p.tp), str(p.pp), dp, *([str(p.ep)] if experts else []), str(p.zero), "yes" if p.sequence_parallel else "-", _recompute(p),
            f"{c.run.recipe.micro_batch} x {c.run.recipe.grad_accum}", size(held_bytes(memory)), duration(c.report.step_s), count(c.report.tokens_per_s),
            share(c.report.mfu)]
     return [*row, _most(c.report)] if wide else row
+
+
+def _recompute(p: Plan) -> str:
+    """Checkpointing in a word, as --checkpointing takes it where it is selective."""
+    c = p.checkpointing
+    return ":".join(("selective", *(op for op in c.ops if op != "attention"))) if c.mode == "selective" else checkpointing(p)
 
 
 def _most(report: StepReport) -> str:

@@ -29,15 +29,16 @@ def screen_width(stream: IO[str]) -> int:
 
 
 class Page:
-    """Lines of a text of one width, with or without colour."""
+    """Lines of a text of one width, with or without colour. `device`: what stands for GPU on machines that have none, a word as long."""
 
-    def __init__(self, width: int = 80, colour: bool = False) -> None:
+    def __init__(self, width: int = 80, colour: bool = False, device: str = "GPU") -> None:
         self.width = width
         self.colour = colour
+        self.device = device
         self.lines: list[str] = []
 
     def __str__(self) -> str:
-        return "\n".join(self.lines) + "\n"
+        return "\n".join(self.lines).replace("GPU", self.device) + "\n"
 
     def styled(self, text: str, style: Style) -> str:
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.colour and style and text else text

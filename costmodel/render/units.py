@@ -27,6 +27,13 @@ def duration(seconds: float | None) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
+def long_time(seconds: float) -> str:
+    """What is told in hours or days: 11.4 days, 5.2 hours, 40.0 minutes."""
+    value, unit = next((seconds / scale, unit) for scale, unit in ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s"))
+                       if seconds >= 2 * scale or scale == 1)
+    return f"{value:,.{1 if value < 1000 else 0}f} {unit}"
+
+
 def share(part: float | None, whole: float | None = 1.0) -> str:
     """A ratio in percent."""
     if part is None or not whole:

@@ -10,6 +10,13 @@ CHART = 26
 """Columns of the chart; it takes more where the page has them."""
 LARGE = 0.03
 """Share of the step from which a bar is spoken of."""
+UNKNOWN = 0.1
+"""Share of the step from which an unexplained rest is more than the error of a prediction, and what it may be is said."""
+SUSPECTS = (
+    "Is it one optimizer step, and are the tokens those of all ranks? Are batch, sequence, precision, checkpointing and kernels those of the job?",
+    "Work outside the step's kernels: a data loader, logging, evaluation, saving, synchronisation by .item() or print.",
+    "A slow rank or link: --slow-rank 1.5 and --link-factor inter=0.5 predict what one would cost.",
+    "`execute run --trace FILE` performs the described step on the same machine: what it takes is the machine's, the rest is the job's code.")
 
 
 def render_waterfall(title: str, w: Waterfall, gpus: int, page: Page, report: StepReport) -> str:
@@ -50,6 +57,9 @@ def _large(w: Waterfall, page: Page) -> None:
     if large:
         page.heading("THE LARGEST", "and the MFU without each")
         page.pairs([(b.name, f"{_words(b, w)}; without it MFU {share(b.without)}") for b in large])
+    if any(b.name == UNEXPLAINED and b.share >= UNKNOWN for b in large):
+        page.heading("UNEXPLAINED", "what the run has and its description has not")
+        page.bullets(SUSPECTS)
 
 
 def _words(b: Bar, w: Waterfall) -> str:

@@ -19,9 +19,9 @@ from costmodel.report import StepReport
 from costmodel.solve.trials import Stopped, Trials, Watch, fits
 from costmodel.spec import Run
 
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING = ("none", "selective", "selective:op", "full")
 """Lightest first."""
-STAGES = {"pytorch": (0, 1, 2, 3), "deepspeed": (0, 1, 2, 3), "megatron": (0, 1), "nanochat": (1,)}
+STAGES = {"pytorch": (0, 1, 2, 3), "deepspeed": (0, 1, 2, 3), "megatron": (0, 1, 3), "nanochat": (1,)}
 Outcome = Literal["fit", "too_large", "refused", "impossible"]
 """impossible: refused whatever the batch."""
 OF_THE_BATCH = ("recipe.micro_batch", "recipe.grad_accum", "recipe.global_batch", "recipe.loss_chunks")
@@ -141,7 +141,9 @@ def _one_shape(kinds: Sequence[str | None], batches: Sequence[int], tried: Calla
 def _kinds(run: Run) -> tuple[str | None, ...]:
     """Checkpointing to try; None is the run's own, where no word says it."""
     own = run.plan.checkpointing
-    return tuple(None if own.mode == kind and own != checkpointing_word(kind) else kind for kind in CHECKPOINTING)
+    if own in map(checkpointing_word, CHECKPOINTING):
+        return CHECKPOINTING
+    return tuple(None if own.mode == kind else kind for kind in CHECKPOINTING)
 
 
 def _shapes(run: Run) -> Iterator[Shape]:
@@ -194,7 +196,8 @@ def _changes(run: Run, shape: Shape, kind: str | None, micro_batch: int) -> dict
     now: dict[str, Any] = {"plan.zero": p.zero, "plan.tp": p.tp, "plan.pp": p.pp, "plan.ep": p.ep, "plan.sequence_parallel": p.sequence_parallel,
                            "recipe.micro_batch": run.recipe.micro_batch}
     changes = {field: value for field, value in wanted.items() if field not in now or now[field] != value}
-    if shape.zero == 3 and (shape.dp_shard != shape.dp or p.dp_replicate > 1 and p.zero == 3):
+    copies = p.dp_replicate > 1 and (p.zero == 3 or p.framework == "megatron" and p.zero > 0)
+    if shape.dp_shard != shape.dp and shape.zero == 3 or copies and (shape.zero == 3 or p.framework == "megatron" and shape.zero):
         changes["plan.dp_shard"] = shape.dp_shard
     if shape.zero == 3 and p.framework == "pytorch" and shape.pp > 1 and p.reshard_after_forward:
         changes["plan.reshard_after_forward"] = False

@@ -54,6 +54,9 @@ class MLA(Spec):
     v_head_dim: PositiveInt
 
 
+QK_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim")
+
+
 class Model(Spec):
     """Architecture of a decoder-only Transformer language model."""
 
@@ -64,7 +67,7 @@ class Model(Spec):
     kv_heads: int = Field(0, ge=0)
     """0 is read as `heads` (multi-head attention)."""
     head_dim: int = Field(0, ge=0)
-    """0 is read as hidden / heads."""
+    """0 is read as hidden / heads; of latent attention it is qk_nope_head_dim + qk_rope_head_dim."""
     ffn: PositiveInt
     """Inner width of the dense feed-forward block."""
     vocab: PositiveInt
@@ -94,8 +97,11 @@ class Model(Spec):
     attention_sinks: bool = False
     parallel_residual: bool = False
     sliding_window: int = Field(0, ge=0)
-    """Tokens a sliding layer sees; 0 where every layer sees all."""
+    """Tokens a sliding layer sees, the token itself the last of them; 0 where every layer sees all."""
     attention_pattern: AttentionPattern = "global"
+    """Which layers slide: none, all, every second from the first on, or as `window_pattern` says. "sliding" where a window alone is given."""
+    window_pattern: str = ""
+    """Of a mixed pattern: S for a layer with the window, L for one that sees all, repeated over the layers ("SSSL")."""
     embedding_dim: int = Field(0, ge=0)
     """Width of the embedding table; 0 is read as `hidden`."""
     logit_softcap: float = Field(0.0, ge=0)
@@ -122,6 +128,9 @@ class Model(Spec):
         if isinstance(heads, int) and heads > 0:
             if not data.get("kv_heads"):
                 data["kv_heads"] = heads
+            mla = data.get("mla")
+            if mla and not data.get("head_dim"):
+                data["head_dim"] = sum(getattr(mla, key, 0) or (mla.get(key, 0) if isinstance(mla, dict) else 0) for key in QK_DIMS)
             if not data.get("head_dim") and isinstance(hidden, int):
                 if hidden % heads:
                     raise PlanError("model.heads", heads, f"hidden = {hidden} is not a multiple of heads, and head_dim is not given.",
@@ -129,6 +138,10 @@ class Model(Spec):
                 data["head_dim"] = hidden // heads
         if not data.get("embedding_dim") and isinstance(hidden, int):
             data["embedding_dim"] = hidden
+        if data.get("window_pattern"):
+            data.setdefault("attention_pattern", "mixed")
+        if data.get("sliding_window"):
+            data.setdefault("attention_pattern", "sliding")
         return data
 
     @model_validator(mode="after")
@@ -141,6 +154,30 @@ class Model(Spec):
         if self.positions == "learned" and not self.position_rows:
             raise PlanError("model.position_rows", 0, "learned positions need the number of rows of their table.",
                             "Use position_rows = the longest sequence, for example 1024.")
+        return self
+
+    @model_validator(mode="after")
+    def _latents_have_their_own_heads(self) -> "Model":
+        if self.mla is None:
+            return self
+        both = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        for field, value, plain in (("head_dim", self.head_dim, both), ("kv_heads", self.kv_heads, self.heads), ("qk_norm", self.qk_norm, "none"),
+                                    ("qkv_bias", self.qkv_bias, False), ("fused_qkv", self.fused_qkv, False)):
+            if value != plain:
+                raise PlanError(f"model.{field}", value, "latent attention has its own projections: heads of qk_nope_head_dim + qk_rope_head_dim, each with "
+                                "its keys.", f"Leave {field} out, or use {field} = {str(plain).lower()}.")
+        return self
+
+    @model_validator(mode="after")
+    def _pattern_of_windows(self) -> "Model":
+        if set(self.window_pattern) - {"S", "L"}:
+            raise PlanError("model.window_pattern", self.window_pattern, "it has letters beside S (window) and L (all).", "Use SSSL, say.")
+        if self.window_pattern and self.attention_pattern != "mixed":
+            raise PlanError("model.window_pattern", self.window_pattern, f"it says which layers of a mixed pattern slide, and this one is "
+                            f"{self.attention_pattern}.", "Use attention_pattern = mixed, or no window_pattern.")
+        if self.sliding_window and self.attention_pattern == "global":
+            raise PlanError("model.sliding_window", self.sliding_window, "with attention_pattern = global every layer sees all.",
+                            "Use attention_pattern = sliding, or sliding_window = 0.")
         return self
 
     @property

@@ -28,7 +28,7 @@ class Plan(Spec):
 
     framework: Framework = "pytorch"
     zero: int = Field(0, ge=0, le=3)
-    """0 replicates all state (DDP); 1 shards optimizer state; 2 also gradients; 3 also parameters (PyTorch: FSDP2)."""
+    """0 replicates all state (DDP); 1 shards optimizer state; 2 also gradients; 3 also parameters (PyTorch: FSDP2; Megatron: Megatron-FSDP)."""
     single_process: bool = False
     """torch.nn.DataParallel: one process drives all GPUs of the data-parallel axis."""
     dp_replicate: PositiveInt = 1
@@ -88,6 +88,11 @@ class Plan(Spec):
     """DeepSpeed stage 3: stage3_max_live_parameters, beyond which nothing is gathered ahead."""
     allgather_bucket_params: int = Field(500_000_000, ge=1)
     """DeepSpeed stages 1 and 2: allgather_bucket_size, in parameters; where torch can gather into one tensor, DeepSpeed does not read it."""
+    double_buffer: bool = False
+    """Megatron-FSDP: two fixed buffers each for the parameters and the gradients of a layer (fsdp_double_buffer, which NCCL user buffers need)."""
+    communication_unit_params: PositiveInt | None = None
+    """Megatron-FSDP: suggested_communication_unit_size, in parameters: gradients that may wait to be reduced, half as many are gathered ahead; None: two
+    layers, and at least 1e9."""
     contention: PositiveFloat | None = None
     """Seconds of compute lost per second of hidden communication; None: the profile's."""
 

@@ -87,3 +87,5 @@ class Recipe(Spec):
     token_dtype: Literal["int64", "int32"] = "int64"
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    train_tokens: PositiveInt | None = None
+    """Tokens of the whole training, which no step depends on: how many steps, days and GPU-hours they take."""

@@ -15,6 +15,8 @@ from costmodel.spec.routing import checked_imbalance
 
 INTERLEAVED = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
 V_SHAPED = ("zbv", "dualpipev")
+SPLIT = ("zb-h1", "interleaved-zb", *V_SHAPED)
+"""Schedules whose backward is two passes: gradients of inputs, then of weights."""
 """Schedules that lay two stages a rank as a V."""
 FLASH = ("fa1", "fa2", "fa3", "cudnn")
 BEFORE_AMPERE = ("pascal", "volta", "turing")
@@ -78,8 +80,9 @@ def _degrees(run: Run) -> Iterator[PlanError]:
     if p.zero in (1, 2) and p.dp_replicate > 1 and p.framework == "pytorch":
         yield PlanError("plan.dp_replicate", p.dp_replicate, f"PyTorch's ZeRO-{p.zero} shards over all data-parallel ranks.",
                         f"Use dp_shard = {p.dp} and dp_replicate = 1.")
-    if p.framework == "megatron" and p.zero > 1:
-        yield PlanError("plan.zero", p.zero, "Megatron's distributed optimizer is ZeRO-1.", "Use zero = 1, zero = 0, or another framework.")
+    if p.framework == "megatron" and p.zero == 2:
+        yield PlanError("plan.zero", 2, "Megatron's distributed optimizer is ZeRO-1, and of Megatron-FSDP only optim_grads_params (ZeRO-3) is predicted.",
+                        "Use zero = 1, zero = 3, or another framework.")
     if p.framework == "deepspeed" and p.dp_replicate > 1 and p.zero > 0:
         yield PlanError("plan.dp_replicate", p.dp_replicate, "DeepSpeed's ZeRO shards over all data-parallel ranks.",
                         f"Use dp_shard = {p.dp} and dp_replicate = 1.")

@@ -13,7 +13,7 @@ from costmodel.spec import Run
 from execute import compat
 from execute.assemble import build
 from execute.dtypes import DTYPES, word
-from execute.model import Layer, Tables, Transformer
+from execute.model import Layer, Transformer
 
 
 class Saved(NamedTuple):
@@ -46,10 +46,9 @@ def saved_bytes_by_op(run: Run) -> list[Saved]:
         layer = next(iter(model.layers))
         assert isinstance(layer, Layer)
         layer.checkpointed = False
-        tables = Tables(getattr(model, "cos", None), getattr(model, "sin", None), getattr(model, "mask", None))
         x = torch.empty(shape, dtype=DTYPES[stream], requires_grad=True)
         with torch.autocast("cpu", DTYPES[precision.compute], enabled=precision.autocast):
-            y = layer(x, tables)
+            y = layer(x, model.tables())
         roles = {compat.storage_key(t.untyped_storage()): "parameter" for t in model.parameters()}
         roles |= {compat.storage_key(t.untyped_storage()): "constant" for t in model.buffers()}
         roles[compat.storage_key(x.untyped_storage())] = "input"

@@ -90,7 +90,7 @@ def parts_of(run: Run) -> list[Part]:
     count = run.plan.pp * run.plan.virtual_stages
     each, more = divmod(run.model.layers, count)
     layers = run.plan.stage_layers or [each + (i < more) for i in range(count)]
-    return [Part(n, first=i == 0, last=i == count - 1) for i, n in enumerate(layers)]
+    return [Part(n, i == 0, i == count - 1, sum(layers[:i])) for i, n in enumerate(layers)]
 
 
 def shard(run: Run, model: nn.Module, device: str = "cpu") -> None:

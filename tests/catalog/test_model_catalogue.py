@@ -99,7 +99,7 @@ def test_current_nanochat_value_embeddings_are_extra_parameters():
 
 
 @pytest.mark.parametrize(("model_", "words"), [
-    (model("deepseek-v2-lite"), "not predicted yet: dense layers before a mixture of experts (MoE), multi-head latent attention (MLA)"),
+    (model("deepseek-v3"), "not predicted yet: multi-token prediction (MTP)"),
     (model("gpt-oss-20b"), "not predicted yet: biases of experts, attention sinks"),
     (Model.model_validate(SMALL | {"hybrid": "mamba"}), "not predicted yet: hybrid layers (mamba)"),
     (Model.model_validate(SMALL | {"attention_sinks": True}), "not predicted yet: attention sinks"),
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_predicted_names_the_missing_feature(model_, word
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "bloom", "mpt-7b-released", "mistral-7b-v0.1", "gemma-2-9b",
-                                  "nanochat-d20-oct2025"])
+                                  "nanochat-d20-oct2025", "deepseek-v2-lite", "deepseek-v2", "kimi-k2", "gemma-3-1b"])
 def test_models_with_experts_alibi_or_sliding_windows_are_predictable(name):
     assert unsupported_reason(model(name)) is None
 
@@ -119,7 +119,7 @@ def test_the_list_holds_every_model_with_its_source():
     entries = list_models()
     assert {entry.name for entry in entries} == set(NAMES)
     assert all(entry.source and entry.published_source and entry.confidence in ("read", "recalled") for entry in entries)
-    assert {entry.family for entry in entries if not entry.predictable} == {"deepseek_v2", "deepseek_v3", "gpt_oss", "nanochat", "opt"}
+    assert {entry.family for entry in entries if not entry.predictable} == {"deepseek_v3", "gpt_oss", "nanochat", "opt"}
     assert all(bool(entry.why_not) is not entry.predictable for entry in entries)
 
 

@@ -54,7 +54,7 @@ def test_adam_defaults_are_torch_s():
 def test_every_strategy_answers_the_same_questions():
     assert all(s.divides and s.shards and s.sends and s.forbids for s in STRATEGIES.values())
     predicted = {name for name, s in STRATEGIES.items() if s.predicted}
-    assert predicted == {"single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron-distributed-optimizer", "tp",
+    assert predicted == {"single", "dataparallel", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "megatron-distributed-optimizer", "megatron-fsdp", "tp",
                          "sequence-parallel", "pp", "cp", "ep", "muon-distributed"}
 
 

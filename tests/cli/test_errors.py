@@ -1,5 +1,7 @@
 """Bad input ends in one message that names the flag or the file, and exit code 2; the unexpected in exit code 1."""
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,9 @@ from costmodel.cli.options import FLAGS
     ("--params 1B -o /nowhere/x.json", "error: -o /nowhere/x.json: there is no directory /nowhere. Create it first."),
     ("nowhere.toml", "error: nowhere.toml: there is no such file. Give the path of a .toml, .yaml or .json file, or flags alone."),
     ("README.md", "error: README.md: a run file ends in .toml, .yaml or .json. Rename it to say which it is."),
+    ("train.sh", "error: train.sh: a run file ends in .toml, .yaml or .json. Rename it to say which it is; `costmodel import` reads launch scripts."),
+    ("--params 1B --set model.params=1B", "error: --set model.params=1B: there is no such field. params stands above the tables, not in one."),
+    ("--params 1B --batch-tokens 4M --global-batch 8", "error: --batch-tokens 4M: global_batch is given as well, and with it the batch."),
 ])
 def test_a_mistake_on_the_command_line_names_the_flag(line: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -84,6 +89,11 @@ def test_a_pipeline_refuses_what_it_would_not_have_chosen(line: str, message: st
     assert message in error(f"predict --params 1B --gpus 8 --pp 4 {line}")
 
 
+def test_a_strategy_of_megatron_is_left_for_another_of_megatron() -> None:
+    message = error("predict --params 1B --gpus 8 --strategy megatron-fsdp --pp 2 --grad-accum 2")
+    assert message.endswith("Use --pp 1, or --strategy megatron and --zero 1.")
+
+
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
@@ -112,6 +122,14 @@ def test_a_mistake_in_a_file_names_the_file(name: str, text: str, message: str, 
     said = error(f"predict {path}")
     assert said.startswith(f"error: {path}: ")
     assert message in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_answer_that_finds_no_room_is_one_message() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run([sys.executable, "-m", "costmodel", "list", "precisions"], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+                              cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stderr) == (2, "error: standard output: it cannot be written (No space left on device). Send it elsewhere.\n")
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:

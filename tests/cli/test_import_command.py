@@ -48,9 +48,9 @@ def test_a_flag_takes_a_config(config: Path) -> None:
 
 def test_settings_without_a_field_are_warned_of(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
-    script.write_text("torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --use-megatron-fsdp\n")
+    script.write_text("torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --use-torch-fsdp2\n")
     done = call(f"import {script}")
-    assert done.exit_code == 0 and "warning: no field of a run says --use-megatron-fsdp" in done.stderr and "# NO FIELD FOR" in done.stdout
+    assert done.exit_code == 0 and "warning: no field of a run says --use-torch-fsdp2" in done.stderr and "# NO FIELD FOR" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "text", "says"), [

@@ -46,6 +46,20 @@ def test_precisions_optimizers_and_strategies_are_the_catalogues() -> None:
     assert names("list strategies") == set(STRATEGIES)
 
 
+def test_a_search_reads_words_and_not_figures() -> None:
+    """falcon-40b has 41.8B parameters and megatron-1008b is a name: of a text only what is written in words counts."""
+    assert names("list models 8b") >= {"llama-3-8b", "qwen3-8b", "pythia-2.8b"}
+    assert names("list models 8b").isdisjoint({"falcon-40b", "llama-3-70b"})
+    assert names("list models 'llama3 8b'") == {"llama-3-8b", "llama-3.1-8b"}
+    assert names("list gpus nvidia") == names("list gpus --vendor nvidia")
+
+
+def test_why_something_is_not_predicted_stands_below_the_table() -> None:
+    table, _, below = call("list gpus").stdout.partition("NOT PREDICTED YET")
+    assert "runtime" not in table
+    assert "tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e: the TPU's runtime" in below
+
+
 def test_nothing_found_says_so() -> None:
     result = call("list models no-such-thing")
     assert (result.exit_code, result.stdout) == (0, "")

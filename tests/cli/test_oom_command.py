@@ -1,6 +1,7 @@
 """`costmodel oom`: a message as an argument, an option, a file or standard input; its text, its JSON, and bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_figures_alone_and_beside_a_message() -> None:
     assert other["message"]["allocated_bytes"] == 20 << 30
 
 
+def test_a_risky_run_is_not_said_to_fit() -> None:
+    """The words are those of `predict`, and so is the need."""
+    run = "--params 13B --gpus 64 --seq-len 8192 --zero 3"
+    said = " ".join(call(f"oom {run} --tried 3.91GiB").stdout.split())
+    need = re.search(r"risky: .* it needs ([\d.]+ GiB)", " ".join(call(f"predict {run}").stdout.split()))
+    assert need is not None
+    assert f"predicted to be risky: its live tensors fit, and with what the allocator may hold besides they need {need[1]} of 79.65 GiB." in said
+    assert "predicted to fit" not in said
+
+
 def test_json_has_the_documented_keys() -> None:
     data = json.loads(call(f'oom {RUN} "{MESSAGE}" --json').stdout)
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
@@ -58,7 +69,7 @@ def test_json_has_the_documented_keys() -> None:
     (f"oom {RUN} --tried 112MiB --allocated 300GiB", "300.00 GiB: rtx_a6000 has 48.00 GiB in all. Give the GPU of the job with --gpu"),
     (f"oom {RUN} --log /nowhere/job.log", "cannot be read"),
     (f'oom {RUN} --message "all is well"', "the message: it holds no out-of-memory message of PyTorch"),
-    (f"oom {RUN}", "no message: it holds no out-of-memory message"),
+    (f"oom {RUN}", 'no message was given. Give the line with "Tried to allocate"'),
     (f'oom {RUN} --log x "{MESSAGE}"', "give one of the two"),
     ('oom "Tried to allocate 2.00 MiB"', "a run needs a model"),
 ])

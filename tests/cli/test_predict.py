@@ -14,7 +14,7 @@ from cli_sample import GIB, memory, report
 from costmodel import build_run
 from costmodel.render.prediction import render
 from costmodel.render.text import Page, uncoloured
-from costmodel.report import RoleReport, StepReport, report_from_dict
+from costmodel.report import RoleReport, StepReport, TimeReport, report_from_dict
 from costmodel.spec import Run
 
 RUN = build_run(params="1B", cluster={"gpus": 8}, plan={"zero": 3})
@@ -70,6 +70,33 @@ def test_several_roles_are_compared() -> None:
     assert "first stage (4 ranks, such as rank 0)" in text
 
 
+def test_gpu_hours_of_a_training_are_those_of_a_published_one() -> None:
+    """Llama 2 (arXiv 2307.09288, table 2 and section 2.2): 7B on 2.0T tokens, 4M a step, took 184,320 hours of A100; that is 3,014 tokens/s each."""
+    rate, tokens, ranks = 2.0e12 / (184_320 * 3600), 2_000_000_000_000, 8
+    training = report(tokens_per_step=4_194_304, world_size=ranks, interval=None,
+                      roles=(RoleReport("every rank", ranks, 0, None, TimeReport(4_194_304 / rate / ranks, {}, {}, {}, {}), None),)).training(tokens)
+    assert training is not None
+    assert (training.steps, training.interval_days) == (476_838, None)
+    assert training.gpu_hours == pytest.approx(184_320, rel=1e-5)
+    assert training.days == pytest.approx(184_320 / 24 / ranks, rel=1e-5)
+
+
+def test_a_training_is_told_where_its_tokens_are() -> None:
+    asked = f"{ASKED} --train-tokens 20B --batch-tokens 1M"
+    text = call(asked).stdout
+    assert "TRAINING  on 20B tokens" in text
+    assert "GPU-hours" in text
+    training = json.loads(call(f"{asked} --json").stdout)["training"]
+    assert training["gpu_hours"] == pytest.approx(training["seconds"] * 8 / 3600)
+    assert "TRAINING" not in call(ASKED).stdout
+
+
+def test_a_cpu_is_not_called_a_gpu() -> None:
+    text = call("predict --model gpt2 --gpu cpu --gpus 2 --strategy ddp --seq-len 256").stdout
+    assert "GPU" not in text
+    assert "per CPU" in text
+
+
 def test_colour_only_where_asked() -> None:
     coloured = text_of(report(), colour=True)
     assert "\x1b[" in coloured
@@ -107,7 +134,7 @@ def test_a_terminal_gets_colour_unless_no_color_is_set() -> None:
 
 def test_json_has_the_documented_keys() -> None:
     data = json.loads(call(f"{ASKED} --json").stdout)
-    assert list(data) == ["schema", "run", "assumed", "profile", "report", "advice"]
+    assert list(data) == ["schema", "run", "assumed", "profile", "report", "training", "advice"]
     assert data["schema"] == 1
     assert set(data["run"]) == {"model", "cluster", "plan", "recipe"}
     assert set(data["profile"]) == {"name", "guess"}

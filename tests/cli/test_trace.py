@@ -63,5 +63,5 @@ def test_a_trace_that_no_viewer_opens_is_refused(tmp_path: Path) -> None:
 
 def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*ASKED, "-o", str(tmp_path / "t.json"), "--role", "3"])
-    assert result.exit_code == 2 and "Use 0 to 0" in result.output
+    assert result.exit_code == 2 and "the run has one rank role. Use 0." in result.output
     assert CliRunner().invoke(app, [*ASKED, "-o", str(tmp_path / "t.json"), "--detail", "all"]).exit_code == 2

@@ -48,6 +48,14 @@ def test_what_is_measured_beyond_the_prediction_is_a_bar() -> None:
     assert json.loads(call(f"{ONE} --measured 40ms --json").stdout)["waterfall"]["bars"][-1]["seconds"] < 0
 
 
+def test_a_large_rest_comes_with_what_it_may_be() -> None:
+    """From a tenth of the step on: a smaller one is the error of a prediction."""
+    predicted = json.loads(call(f"{ONE} --json").stdout)["waterfall"]["step_s"]
+    assert "--slow-rank 1.5" in call(f"{ONE} --measured {1.3 * predicted}s").stdout
+    assert "\nUNEXPLAINED" not in call(f"{ONE} --measured {1.05 * predicted}s").stdout
+    assert "\nUNEXPLAINED" not in call(ONE).stdout
+
+
 def test_json_has_stable_keys() -> None:
     data = json.loads(call(f"{ONE} --json").stdout)
     assert list(data) == ["schema", "run", "profile", "waterfall"]

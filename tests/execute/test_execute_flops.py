@@ -15,11 +15,14 @@ from execute.data import random_batch  # noqa: E402
 from execute.flops import hardware_flops, model_flops  # noqa: E402
 
 EAGER = {"attention": "eager", "clip_norm": 0.0}
-ALONE: dict[str, Any] = {"llama": cpu_run(LLAMA, recipe=EAGER), "gpt": cpu_run(GPT, recipe=EAGER),
+LATENT: dict[str, Any] = {**LLAMA, "kv_heads": 4, "mla": {
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}}
+ALONE: dict[str, Any] = {"latent": cpu_run(LATENT, recipe=EAGER), "llama": cpu_run(LLAMA, recipe=EAGER), "gpt": cpu_run(GPT, recipe=EAGER),
                          "full checkpointing": cpu_run(LLAMA, recipe=EAGER, checkpointing="full"),
                          "chunked loss": cpu_run(LLAMA, recipe={**EAGER, "loss": "chunked"})}
 SPREAD: dict[str, Any] = {"accumulating": cpu_run(LLAMA, "fsdp", 2, recipe={"grad_accum": 3}), "every second layer": cpu_run(LLAMA, checkpointing="every:2"),
                           "attention again": cpu_run(LLAMA, checkpointing="selective"), "tp": cpu_run(LLAMA, "ddp", 2, tp=2, dp=1),
+                          "windows": cpu_run({**LLAMA, "layers": 4, "sliding_window": 32, "window_pattern": "SSL"}, recipe=EAGER, checkpointing="full"),
                           "pp": cpu_run(LLAMA, "ddp", 2, pp=2, dp=1, recipe={"grad_accum": 2})}
 
 

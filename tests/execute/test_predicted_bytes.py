@@ -19,7 +19,11 @@ NAMES = ("single llama autocast", "single gpt eager dropout", "single llama cpu 
          "tp 2 sp loss llama", "tp 4 gpt", "fsdp 4 x tp 2 sp loss deep tiny", "pp 4 1f1b rank 1", "pp 4 gpipe rank 3", "pp 2 x 2 interleaved last",
          "single gpt muon tiny batch", "nanochat gpt 64, padded stacks", "ddp gpt fp8 8", "fsdp gpt fp8 8 tiny batch",
          "pp 4 x ddp 4 middle", "pp 4 x fsdp 4 last", "moe single deep autocast", "moe fsdp 8 x ep 8 shared", "moe fsdp 64 x ep 4, cut by rows",
-         "moe fsdp 8 x ep 4 every 2nd tiny", "fsdp 2 x cp 4 ring deep", "fsdp 2 x cp 2 allgather attention ckpt", "zero1 x cp 2 ulysses gpt dropout")
+         "moe fsdp 8 x ep 4 every 2nd tiny", "fsdp 2 x cp 4 ring deep", "fsdp 2 x cp 2 allgather attention ckpt", "zero1 x cp 2 ulysses gpt dropout",
+         "window single flash autocast dropout", "window fsdp 2 x cp 2 ulysses",
+         "latent single wide heads autocast", "latent single cpu sdpa fp32", "latent fsdp 8 op ckpt",
+         "kinds windows fsdp 8 groups of 2", "kinds dense first fsdp 8 x ep 4 full ckpt", "kinds dense first pp 4 x fsdp 2 rank 1",
+         "kinds dense first ddp 8")
 CASES = {c.name: c for c in benchmark.cases()}
 
 

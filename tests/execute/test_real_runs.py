@@ -22,10 +22,14 @@ from execute.weights import init_weights  # noqa: E402
 
 DEEP, DEEP_GPT = {**LLAMA, "vocab": 64}, {**GPT, "vocab": 64}
 MIXTURE = {**DEEP, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 352, "shared_experts": 1, "shared_ffn": 344}}
+LATENT = {**DEEP, "kv_heads": 4, "mla": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}}
 ALONE = {
     "llama": cpu_run(LLAMA), "llama, peak in a layer": cpu_run(DEEP), "gpt, dropout, eager": cpu_run(DEEP_GPT, recipe={"dropout": 0.1, "attention": "eager"}),
     "autocast": cpu_run(DEEP, recipe={"precision": "bf16-mixed"}), "full checkpointing": cpu_run(DEEP, checkpointing="full"),
     "groups": cpu_run({**DEEP, "layers": 4}, checkpointing="full:2"), "chunked loss": cpu_run(LLAMA, recipe={"loss": "chunked"}),
+    "windows": cpu_run({**DEEP, "sliding_window": 32}, recipe={"attention": "eager"}),
+    "latent": cpu_run(LATENT), "latent, autocast": cpu_run(LATENT, recipe={"precision": "bf16-mixed"}),
+    "dense first": cpu_run({**MIXTURE, "layers": 3, "moe": {**MIXTURE["moe"], "first_dense_layers": 1}}),
     "moe": cpu_run(MIXTURE), "moe, autocast": cpu_run(MIXTURE, recipe={"precision": "bf16-mixed"}),
     "muon": cpu_run(DEEP, recipe={"optimizer": "muon"}), "nanochat": cpu_run(DEEP, framework="nanochat"),
     "accumulation": cpu_run(DEEP, recipe={"grad_accum": 2}), "foreach": cpu_run(DEEP, recipe={"optimizer": "adamw:foreach"}),

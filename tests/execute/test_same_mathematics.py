@@ -19,6 +19,8 @@ GPT: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab"
                        "norm_bias": True, "positions": "learned", "position_rows": 16, "qkv_bias": True, "attention_out_bias": True,
                        "mlp_bias": True, "fused_qkv": True, "tied_embeddings": True}
 MIXTURE: dict[str, Any] = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 20, "shared_experts": 1, "shared_ffn": 12}}
+LATENT: dict[str, Any] = {**LLAMA, "kv_heads": 4, "mla": {"q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}}
+FIRST: dict[str, Any] = {**MIXTURE, "moe": {**MIXTURE["moe"], "first_dense_layers": 2}}
 OPTIMIZERS = {"sgd": {"base": "sgd:foreach", "lr": 1.0}, "adamw": {"base": "adamw", "lr": 0.01, "weight_decay": 0.1}}
 CLIPPED = 0.5
 """Below the norm of these models' gradients: every step is clipped."""
@@ -59,6 +61,13 @@ TWO = {
     "pp zb-h1": Case({"strategy": "ddp", "pp": 2, "schedule": "zb-h1"}, (4,)), "pp interleaved-zb": Case(
         {"strategy": "ddp", "pp": 2, "schedule": "interleaved-zb", "virtual_stages": 2}, (2,)),
     "pp zbv": Case({"strategy": "ddp", "pp": 2, "schedule": "zbv"}, (4,)), "pp dualpipev": Case({"strategy": "ddp", "pp": 2, "schedule": "dualpipev"}, (4,)),
+    "windows, fsdp": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), {**LLAMA, "sliding_window": 5}, recipe={"attention": "eager"}),
+    "dense first, fsdp x ep 2": Case({"strategy": "fsdp", "ep": 2}, (1,), FIRST), "dense first, pp 1f1b": Case(
+        {"strategy": "ddp", "pp": 2, "stage_layers": [1, 3]}, (2,), FIRST),
+    "windows in some layers, pp gpipe": Case({"strategy": "ddp", "pp": 2, "schedule": "gpipe"}, (2,), {
+        **LLAMA, "sliding_window": 5, "window_pattern": "SSL"}, recipe={"attention": "eager"}),
+    "latent, fsdp": Case({"strategy": "fsdp", "checkpointing": "full"}, (1,), LATENT), "latent, ddp": Case({"strategy": "ddp", **SMALL_BUCKETS}, (1,), {
+        **LATENT, "mla": {**LATENT["mla"], "q_lora_rank": 0}}),
     "nanochat": Case({"strategy": "muon-distributed"}, (2,), LLAMA, 0.0, ("adamw",)),
 }
 FOUR = {

@@ -36,7 +36,6 @@ def test_experts_need_ranks_that_they_divide() -> None:
 
 
 @pytest.mark.parametrize(("named", "given"), [
-    ("latent attention", {"model": "deepseek-v2-lite"}),
     ("dualpipev", {"plan": {"framework": "megatron", "pp": 2, "schedule": "dualpipev", "virtual_stages": 2}}),
     ("zb-h1", {"plan": {"framework": "megatron", "pp": 2, "schedule": "zb-h1"}}),
     ("offload", {"plan": {"framework": "deepspeed", "zero": 3, "offload": "optimizer"}})])

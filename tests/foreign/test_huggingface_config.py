@@ -13,6 +13,7 @@ from costmodel import PlanError
 from costmodel.catalog import model
 from costmodel.foreign import huggingface
 from costmodel.spec import Model
+from costmodel.spec.kinds import layer_kinds
 
 CASES: dict[str, Any] = json.loads((Path(__file__).parent / "files" / "huggingface.json").read_text())
 
@@ -52,6 +53,14 @@ def test_a_published_configuration_is_the_catalogues_shape(config: dict[str, Any
     same = {"name", "attention_pattern", "moe"}
     ours, theirs = model(name).model_dump(exclude=same), shape(config).model_dump(exclude=same)
     assert theirs == ours
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["config"].get("layer_types") and CASES[name]["config"].get("sliding_window")])
+def test_windows_are_in_the_layers_that_transformers_names(name: str) -> None:
+    config = CASES[name]["config"]
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    kinds = layer_kinds(shape(config), 1 << 20)
+    assert [kind.window for kind in kinds] == [config["sliding_window"] * on for on in slides]
 
 
 def test_vision_is_left_out_and_said() -> None:

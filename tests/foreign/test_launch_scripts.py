@@ -71,6 +71,8 @@ def test_what_nothing_gives_is_known() -> None:
     ("--num-layers 62 --pipeline-model-parallel-size 8 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "plan.stage_layers",
      [7, 8, 8, 8, 8, 8, 8, 7]),
     ("--context-parallel-size 4 --cp-comm-type a2a", "plan.cp_kind", "ulysses"),
+    ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.fused_qkv", None),
+    ("--multi-latent-attention --qk-layernorm --hidden-size 4096", "model.qk_norm", None),
     ("--nproc_per_node=8 --nnodes=16", "cluster.gpus", 128)])
 def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, value: object) -> None:
     """By hand from megatron/training/arguments.py: SwiGLU's width is 8/3 of hidden in whole 64s (4096: 10,880); a vocabulary is padded to a multiple of 128
@@ -78,7 +80,27 @@ def test_megatrons_options_mean_what_its_arguments_say(words: str, field: str, v
     assert megatron.read(words.split()).get(field) == value
 
 
-@pytest.mark.parametrize("words", ["--use-megatron-fsdp", "--recompute-granularity full --recompute-method block", "--optimizer muon", "--cp-comm-type a2a+p2p "
+FSDP = "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+
+
+@pytest.mark.parametrize(("words", "plan", "precision"), [
+    ("", {"zero": 3}, "bf16-mixed"),
+    ("--use-distributed-optimizer --overlap-grad-reduce --num-distributed-optimizer-instances 2", {"zero": 3, "dp_replicate": 2}, "bf16-mixed"),
+    ("--fsdp-double-buffer --suggested-communication-unit-size 800000000", {"zero": 3, "double_buffer": True, "communication_unit_params": 800_000_000},
+     "bf16-mixed"),
+    ("--use-nccl-ub --grad-reduce-in-bf16", {"zero": 3, "double_buffer": True}, {"base": "bf16-mixed", "gradient": "bf16", "reduce": "bf16"}),
+    ("--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16", {"zero": 3}, {"base": "bf16-mixed", "reduce": "bf16"}),
+    ("--megatron-fsdp-main-grads-dtype auto", {"zero": 3}, {"base": "bf16-mixed", "gradient": "bf16", "reduce": "bf16"})])
+def test_megatron_fsdp_is_zero_3(words: str, plan: dict[str, object], precision: object) -> None:
+    """By hand from the options of Megatron-FSDP (its README; megatron/core/distributed/distributed_data_parallel_config.py)."""
+    found = megatron.read((FSDP + words).split())
+    assert found.given()["plan"] == {"framework": "megatron", **plan}
+    assert found.get("recipe.precision") == precision
+    assert not found.lost
+
+
+@pytest.mark.parametrize("words", ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "--use-torch-fsdp2",
+                                   "--recompute-granularity full --recompute-method block", "--optimizer muon", "--cp-comm-type a2a+p2p "
                                    "--context-parallel-size 4", "--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"])
 def test_what_has_no_field_is_said(words: str) -> None:
     assert megatron.read(words.split()).lost

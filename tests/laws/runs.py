@@ -10,7 +10,7 @@ from costmodel import PlanError, Run, build_run
 from costmodel.program.build import build
 
 DIALECTS = [("pytorch", 0), ("pytorch", 1), ("pytorch", 2), ("pytorch", 3), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2),
-            ("deepspeed", 3), ("megatron", 0), ("megatron", 1), ("nanochat", 1)]
+            ("deepspeed", 3), ("megatron", 0), ("megatron", 1), ("megatron", 3), ("nanochat", 1)]
 GPUS = st.one_of(st.integers(1, 8), st.sampled_from([16, 24, 48, 64, 128, 1000, 4096]))
 FLAGS = ("gated", "tied_embeddings", "norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "head_bias", "fused_qkv", "embedding_norm",
          "final_norm", "parallel_residual")
@@ -52,10 +52,10 @@ def mixtures(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
-    """A plan of any dialect over so many GPUs; FSDP may replicate, DDP may accumulate without reducing."""
+    """A plan of any dialect over so many GPUs; FSDP and Megatron may replicate, DDP may accumulate without reducing."""
     framework, zero = draw(st.sampled_from(DIALECTS))
     plan: dict[str, Any] = {"framework": framework, "zero": zero}
-    if framework == "pytorch" and zero == 3:
+    if framework == "pytorch" and zero == 3 or framework == "megatron" and zero:
         plan["dp_shard"] = draw(st.sampled_from([n for n in (1, 2, 8, gpus) if gpus % n == 0]))
     for flag in ("gradient_as_bucket_view", "sync_each_micro_batch", "reshard_after_forward", "backward_prefetch", "overlap_grad_reduce",
                  "overlap_param_gather"):
@@ -64,6 +64,9 @@ def plans(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
         plan |= {"bucket_bytes": draw(st.integers(1, 200_000)), "first_bucket_bytes": draw(st.integers(1, 20_000)),
                  "prefetch_bucket_params": draw(st.sampled_from([0, 50_000_000])), "max_live_params": draw(st.sampled_from([0, 20_000, 10**9])),
                  "allgather_bucket_params": draw(st.integers(500, 10**8))}
+    if framework == "megatron" and zero == 3:
+        plan |= {"reshard_after_forward": True, "sync_each_micro_batch": True, "double_buffer": draw(st.booleans()),
+                 "communication_unit_params": draw(st.sampled_from([None, 1, 2_000, 20_000, 200_000]))}
     plan["checkpointing"] = draw(st.sampled_from(["none", "none", "full", "full:2", "full:3", "full:4", "every:2", "every:3", "selective", "selective:op"]))
     return plan
 

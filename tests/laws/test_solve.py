@@ -116,13 +116,21 @@ def test_pruning_loses_no_plan() -> None:
     found = plans(run)
     fastest = found.best[0].report.tokens_per_s or 0.0
     for tp in (1, 2, 4, 8):
-        for kind in ("none", "selective", "full"):
+        for kind in ("none", "selective", "selective:op", "full"):
             for micro_batch in (1, 2, 4, 8):
                 try:
                     other = predict(changed(run, {"plan.tp": tp, "plan.checkpointing": kind, "recipe.micro_batch": micro_batch}, "global_batch"), scaling=False)
                 except PlanError:
                     continue
                 assert not fits(other) or (other.tokens_per_s or 0.0) <= fastest
+
+
+def test_the_fastest_plan_is_no_slower_than_checkpointing_by_operation() -> None:
+    """What `solve` proposes of checkpointing is among the plans: 13B in sequences of 8192 hardly fits 64 cards, and recomputing every other matmul helps."""
+    run = build_run(params="13B", cluster={"gpus": 64}, plan={"zero": 3}, recipe={"seq_len": 8192, "batch_tokens": "512K"})
+    near = {"plan.checkpointing": "selective:op"}
+    fastest = plans(run, most=60).best[0].report.tokens_per_s or 0.0
+    assert fastest >= (predict(changed(run, near), scaling=False).tokens_per_s or 0.0)
 
 
 def test_three_cards_are_the_fewest_that_hold_the_states_of_llama_3_8b() -> None:
@@ -176,8 +184,8 @@ def test_a_search_can_be_watched_and_stopped() -> None:
 
 
 def test_what_is_never_possible_is_refused() -> None:
-    with pytest.raises(PlanError, match="latent attention"):
-        largest(build_run(model="deepseek-v2-lite", cluster={"gpus": 8}), "micro_batch")
+    with pytest.raises(PlanError, match="attention sinks"):
+        largest(build_run(model="gpt-oss-20b", cluster={"gpus": 8}), "micro_batch")
     with pytest.raises(PlanError, match="not sought"):
         largest(build_run(**LLAMA), "heads")  # type: ignore[arg-type]
 

@@ -105,6 +105,25 @@ def test_megatron_holds_18_bytes_less_what_each_group_shards(ep: int) -> None:
     assert found["master_weights"] + found["optimizer"] == pytest.approx(12 * (REST / 8 + experts / (8 // ep)), rel=1e-3)
 
 
+def test_instances_of_the_distributed_optimizer_reduce_experts_across_them() -> None:
+    """2 instances of 4 ranks, 2 groups of 2 experts' ranks each: fp32 gradients of the experts are scattered over 2, their halves summed across instances;
+    where an instance has no two ranks with the same experts, they are only summed across."""
+    def reduced(ep: int) -> dict[tuple[str, str, int], int]:
+        found = step(MIXTURE, 8, plan={**MEGATRON, "ep": ep, "dp_replicate": 2}, clip_norm=0.0).roles[0]
+        out: dict[tuple[str, str, int], int] = {}
+        for c in found.collectives or ():
+            if c.axis in ("dp_shard", "dp_replicate", "edp") and c.kind != "all-gather" and c.group > 1:
+                out[c.axis, c.kind, c.group] = out.get((c.axis, c.kind, c.group), 0) + c.count * c.message_bytes
+        return out
+
+    def experts(ep: int) -> int:
+        return 4 * L * E * EXPERT // ep
+
+    assert reduced(2) == {("dp_shard", "reduce-scatter", 4): 4 * REST, ("edp", "reduce-scatter", 2): experts(2),
+                          ("dp_replicate", "all-reduce", 2): REST + experts(2) // 2}
+    assert reduced(4) == {("dp_shard", "reduce-scatter", 4): 4 * REST, ("dp_replicate", "all-reduce", 2): REST + experts(4)}
+
+
 def test_the_busiest_rank_is_the_fullest_and_the_mean_rank_has_the_even_share() -> None:
     even = step(MIXTURE, 8, plan={"zero": 3, "ep": 4}, micro_batch=8, **PURE)
     skewed = step(MIXTURE, 8, plan={"zero": 3, "ep": 4}, micro_batch=8, moe_imbalance=2.0, **PURE)

@@ -79,6 +79,17 @@ def test_model_flops_of_llama_3_8b_are_6_n_and_12_l_a_d_s_a_token(attention: str
     assert report.model_flops == per_token * report.tokens_per_step
 
 
+@pytest.mark.parametrize("plan", [
+    {"zero": 3, "cp": 2}, {"zero": 3, "cp": 4, "cp_kind": "allgather"}, {"zero": 3, "cp": 4, "cp_kind": "ulysses"}, {"zero": 3, "cp": 8, "cp_balance": False},
+    {"zero": 3, "tp": 8, "sequence_parallel": True}, {"pp": 4}, {"framework": "megatron", "zero": 1, "tp": 2, "cp": 2, "pp": 2}, {"strategy": "dataparallel"},
+    {"framework": "deepspeed", "zero": 3}], ids=str)
+def test_model_flops_of_a_token_do_not_depend_on_who_computes_it(plan: dict[str, Any]) -> None:
+    """PaLM's count, as above, of a job whose ranks split batch, sequence, matrices or layers."""
+    report = step("llama-3-8b", 8, gpu="h100", plan=plan, seq_len=8192, grad_accum=4)
+    multiplied = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    assert report.model_flops == pytest.approx((6 * multiplied + 12 * 32 * 32 * 128 * 8192) * report.tokens_per_step, rel=1e-12)
+
+
 def test_mfu_is_model_flops_a_second_over_the_dense_peak_of_every_gpu() -> None:
     """H100 SXM data sheet: 989.4 TFLOP/s dense in bf16."""
     report = step("llama-3-8b", 8, gpu="h100", plan={"zero": 3}, seq_len=8192)

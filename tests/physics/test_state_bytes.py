@@ -86,6 +86,12 @@ def test_megatron_keeps_18_bytes_or_6_and_12_over_d(n: int, precision: Any, whol
     assert sum(distributed.values()) == (whole + divided / n) * LLAMA_PARAMS
 
 
+def test_instances_of_megatrons_distributed_optimizer_shard_within_themselves() -> None:
+    """6 + 12/d bytes, d the ranks of one of 4 instances (NVIDIA/Megatron-LM, --num-distributed-optimizer-instances)."""
+    found = states(step(LLAMA, 16, plan={"framework": "megatron", "zero": 1, "dp_replicate": 4}, precision="bf16-mixed"))
+    assert sum(found.values()) == (6 + 12 / 4) * LLAMA_PARAMS
+
+
 @pytest.mark.parametrize(("zero", "n"), [(0, 8), (1, 8), (1, 64)])
 def test_megatron_in_fp16_needs_20_bytes_or_4_and_16_over_d_at_the_step(zero: int, n: int) -> None:
     """Megatron-LM docs, dist_optimizer: fp16 parameters and gradients 20, or 4 + 16/d, of which 4 are the step's fp32 gradients."""

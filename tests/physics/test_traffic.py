@@ -74,6 +74,21 @@ def test_megatron_reduces_fp32_gradients_and_gathers_16_bit_parameters() -> None
     assert found == {"reduce-scatter": 4 * LLAMA_PARAMS, "all-gather": 2 * LLAMA_PARAMS}
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_instances_of_megatrons_distributed_optimizer_all_reduce_the_shard_of_every_bucket(overlap: bool) -> None:
+    """core/distributed/param_and_grad_buffer.py, start_grad_sync: reduce-scatter over the 4 ranks of an instance, then all-reduce of a quarter across 2."""
+    plan = {"framework": "megatron", "zero": 1, "dp_replicate": 2, "overlap_grad_reduce": overlap}
+    found = role(plan, precision="bf16-mixed", grad_accum=3)
+    assert sent(found) == {"reduce-scatter": 4 * LLAMA_PARAMS, "all-reduce": 4 * LLAMA_PARAMS // 4, "all-gather": 2 * LLAMA_PARAMS}
+    groups = {c.kind: (c.axis, c.group) for c in found.collectives or ()}
+    assert groups == {"reduce-scatter": ("dp_shard", 4), "all-reduce": ("dp_replicate", 2), "all-gather": ("dp_shard", 4)}
+
+
+def test_as_many_instances_as_ranks_all_reduce_whole_gradients() -> None:
+    plan = {"framework": "megatron", "zero": 1, "dp_replicate": 8}
+    assert sent(role(plan, precision="bf16-mixed")) == {"all-reduce": 4 * LLAMA_PARAMS}
+
+
 def test_hsdp_adds_an_all_reduce_of_the_gradient_shard_between_replicas() -> None:
     """fully_shard on a 2-d mesh: reduce-scatter over 4, then all-reduce of a quarter over 2."""
     found = role({"strategy": "hsdp", "dp_shard": 4})

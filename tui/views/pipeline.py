@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from costmodel.program.actions import FORWARD, WEIGHT
 from costmodel.program.schedule import bubble, grid
-from costmodel.program.zerobubble import SPLIT
 from costmodel.render.units import share
 from costmodel.spec import Run
+from costmodel.spec.run import SPLIT
 from tui.lines import Line, dim, fitted, line
 from tui.lines import Span as Text
 

@@ -21,7 +21,7 @@ ONLY, FIRST, MIDDLE, LAST = "only", "first", "middle", "last"
 
 
 OPTIONAL = ("bucket_bytes", "first_bucket_bytes", "gradient_as_bucket_view", "reshard_after_forward", "backward_prefetch", "overlap_grad_reduce",
-            "overlap_param_gather", "prefetch_bucket_params", "max_live_params", "allgather_bucket_params")
+            "overlap_param_gather", "prefetch_bucket_params", "max_live_params", "allgather_bucket_params", "double_buffer", "communication_unit_params")
 """Fields of a plan that only some strategies read."""
 
 
@@ -119,7 +119,7 @@ class Strategy:
     def kept_gradients(self) -> list[Tensor]:
         """Gradients that live from backward to the next step's zero_grad."""
         out: list[Tensor] = []
-        for unit, count in ((self.inventory.embedding, 1), (self.inventory.layer, self.inventory.layers), (self.inventory.head, 1)):
+        for unit, count in ((self.inventory.embedding, 1), *self.inventory.stretches, (self.inventory.head, 1)):
             total = sum(nbytes(p.numel, self.gradient_dtype) for p in unit.params)
             if total:
                 out.append(Tensor("gradients", "gradients", total * count))
@@ -278,9 +278,9 @@ def collective(axis: str, kind: str, group: int, message: int, dtype: str, *, ev
               comm=Comm(axis, kind, message, inside, outside, dtype, group))
 
 
-def repeated(sizes: list[int], send: Callable[[int], Op]) -> list[tuple[list[Op], int]]:
-    """One send for each size, as stretches of ops that repeat."""
-    return [([send(size) for size in sizes[start:start + length]], count) for start, length, count in periods(sizes)]
+def repeated(sizes: list[int], send: Callable[[int], list[Op]]) -> list[tuple[list[Op], int]]:
+    """What is sent for each size, as stretches of ops that repeat."""
+    return [([op for size in sizes[start:start + length] for op in send(size)], count) for start, length, count in periods(sizes)]
 
 
 def element_bytes(dtype: str) -> int:

@@ -62,20 +62,11 @@ class Buckets:
         self._fill = _Fill(first_cap, cap)
         self.flush: dict[tuple[str, int], dict[str, Flush]] = {(HEAD, 0): self._fill.unit(walk(inventory.head.params, takes_head or autocast))}
         fp8 = run.recipe.precision.compute == "fp8"
-        layer, layers = walk(inventory.layer.params, autocast and not fp8), inventory.layers
-        seen: dict[tuple[int, int, int], int] | None = {}
         filled: list[dict[str, Flush]] = []
-        while len(filled) < layers:
-            if seen is not None and self._fill.state in seen:
-                period = filled[seen[self._fill.state]:]
-                more = (layers - len(filled)) // len(period)
-                filled += period * more
-                self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()] * more
-                seen = None
-                continue
-            if seen is not None:
-                seen[self._fill.state] = len(filled)
-            filled.append(self._fill.unit(layer))
+        layer: list[tuple[str, int, int]] = []
+        for unit, count in reversed(inventory.stretches):
+            layer = walk(unit.params, autocast and not fp8)
+            filled += self._repeat(layer, count)
         filled.reverse()
         self.flush |= {(LAYER, i): flushes for i, flushes in enumerate(filled)}
         embedding = walk(inventory.embedding.params)
@@ -83,12 +74,30 @@ class Buckets:
         rest = self._fill.rest()
         if rest and embedding:
             self.flush[EMBEDDING, 0][max(embedding, key=lambda p: p[2])[0]] = rest
-        elif rest and layer and layers:
+        elif rest and layer and filled:
             filled[0] = self.flush[LAYER, 0] = {**filled[0], max(layer, key=lambda p: p[2])[0]: rest}
         self.sizes = self._fill.sizes
         keys = {i: tuple(flushes.items()) for i, flushes in dict(zip(map(id, filled), filled, strict=True)).items()}
         self.layers = [keys[i] for i in map(id, filled)]
         """What completes in each layer: a key that is equal for layers that send alike."""
+
+
+    def _repeat(self, layer: list[tuple[str, int, int]], count: int) -> list[dict[str, Flush]]:
+        """What completes in each of `count` equal layers, the last one first."""
+        seen: dict[tuple[int, int, int], int] | None = {}
+        filled: list[dict[str, Flush]] = []
+        while len(filled) < count:
+            if seen is not None and self._fill.state in seen:
+                period = filled[seen[self._fill.state]:]
+                more = (count - len(filled)) // len(period)
+                filled += period * more
+                self._fill.sizes += [f.nbytes for flushes in period for f in flushes.values()] * more
+                seen = None
+                continue
+            if seen is not None:
+                seen[self._fill.state] = len(filled)
+            filled.append(self._fill.unit(layer))
+        return filled
 
 
 class _Fill:

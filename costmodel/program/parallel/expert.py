@@ -99,8 +99,12 @@ def refusals(run: Run) -> Iterator[PlanError]:
         return
     pytorch, word = p.framework == "pytorch", f"{m.name}: a mixture of experts"
     for on, field, value, what, fix in (
-            (m.moe.first_dense_layers > 0, "model.moe.first_dense_layers", m.moe.first_dense_layers, "dense layers before a mixture of experts",
-             "Use first_dense_layers = 0."),
+            (m.moe.first_dense_layers >= m.layers, "model.moe.first_dense_layers", m.moe.first_dense_layers,
+             f"a mixture of experts in none of {m.layers} layers", f"Use first_dense_layers < {m.layers}."),
+            (m.moe.first_dense_layers > 0 and p.zero == 3 and p.checkpointing.group > 1, "plan.checkpointing.group", p.checkpointing.group,
+             "checkpoints of several layers, of which some are dense, under FSDP", "Use checkpointing = full, or first_dense_layers = 0."),
+            (m.moe.first_dense_layers > 0 and p.single_process, "model.moe.first_dense_layers", m.moe.first_dense_layers,
+             "dense layers before a mixture of experts in DataParallel", "Use ddp."),
             (m.moe.expert_bias, "model.moe.expert_bias", True, "biases of experts", "Use expert_bias = false."),
             (m.moe.shared_experts > 0 and not m.moe.shared_ffn, "model.moe.shared_ffn", 0, "shared experts without their width",
              "Use shared_ffn = shared_experts x the width of one."),

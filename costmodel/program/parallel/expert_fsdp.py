@@ -17,7 +17,7 @@ from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops, update_ops
 from costmodel.program.parallel.base import LAST, LAYER, ONLY, collective, element_bytes
 from costmodel.program.parallel.expert import AXIS, REPLICAS
-from costmodel.program.parallel.fsdp import FSDP, ROOT
+from costmodel.program.parallel.fsdp import DENSE, FSDP
 from costmodel.spec import PlanError, Run
 
 EXPERTS = "experts"
@@ -30,7 +30,7 @@ class ExpertFSDP(FSDP):
         super().__init__(run, numbers, inventory)
         self.edp = run.plan.expert_replicas
         self.groups[LAYER], self.groups[EXPERTS] = without_experts(inventory.layer)
-        self.size[EXPERTS], self.axes[EXPERTS] = self.edp, REPLICAS
+        self.size[EXPERTS], self.axes[EXPERTS], self.count[EXPERTS] = self.edp, REPLICAS, self.count[LAYER]
         layer, experts = self.groups[LAYER], self.groups[EXPERTS].numel // self.edp
         self.shard |= {LAYER: layer.sharded_numel(self.n), EXPERTS: experts}
         self.local |= {LAYER: sum(min(q.shape[0], -(-q.shape[0] // self.n)) * (q.numel // q.shape[0]) for q in layer.params), EXPERTS: experts}
@@ -49,7 +49,7 @@ class ExpertFSDP(FSDP):
 
     def _updates(self) -> tuple[Update, Update]:
         """What the optimizer of all other weights updates, and that of the experts: PyTorch's kernels take no weights of two meshes together."""
-        p, layers = self.precision, self.inventory.layers
+        p, layers = self.precision, self.count[EXPERTS]
         whole = super().update("")
         experts = self.groups[EXPERTS]
         mine = layers * self.local[EXPERTS]
@@ -58,7 +58,7 @@ class ExpertFSDP(FSDP):
         def part(numel: int, tensors: int, largest: int) -> Update:
             return Update(numel, tensors, largest, p.parameter, p.gradient, p.optimizer_state, steps_on_device=self.steps_on_device, placed=True)
 
-        return (part(whole.numel - mine, whole.tensors - count, self._largest((LAYER, ROOT))),
+        return (part(whole.numel - mine, whole.tensors - count, self._largest(tuple(self.groups.keys() - {EXPERTS}))),
                 part(mine, count, max(q.numel for q in experts.params) // self.edp))
 
     def _largest(self, groups: tuple[str, ...]) -> int:
@@ -110,7 +110,9 @@ class ExpertFSDP(FSDP):
         return [*ops, *(self._gather(following, "gather") if ahead and following else [])]
 
     def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
-        return self._backward_gather(LAYER, EXPERTS) if unit == LAYER else []
+        if unit != LAYER:
+            return []
+        return self._backward_gather(DENSE, DENSE if index else None) if index < self.dense else self._backward_gather(LAYER, EXPERTS)
 
     def before_recompute(self, index: int, micro: str, first: int, last: int) -> list[Op]:
         return self.before_backward(LAYER, index, micro)
@@ -123,9 +125,9 @@ class ExpertFSDP(FSDP):
             return self._enter_again() if mark == ENTER else self._leave_again()
         if mark == ENTER:
             return self._reduce_experts(index, micro)
-        following = LAYER if index else None
+        following = self.of(index - 1) if index else None
         if again:
-            return self._gather(LAYER, "gather") if following and self.reshard and self.plan.backward_prefetch else []
+            return self._gather(following, "gather") if following and self.reshard and self.plan.backward_prefetch else []
         return self._backward_gather(EXPERTS, following)
 
     def _enter_forward(self) -> list[Op]:
@@ -146,7 +148,7 @@ class ExpertFSDP(FSDP):
         return [Op("fsdp.recomputed", "host", kernels=0, frees=kept)] if kept else []
 
     def _reduce_experts(self, index: int, micro: str) -> list[Op]:
-        previous = None if index == self.inventory.layers - 1 else LAYER
+        previous = None if index == self.inventory.layers - 1 else self.of(index + 1)
         ops = self._reduce(EXPERTS, micro, previous)
         if not (self.by_column and self.edp > 1):
             return ops
@@ -160,6 +162,8 @@ class ExpertFSDP(FSDP):
         return cat, copy_in._replace(frees=(moved,))
 
     def after_backward(self, unit: str, index: int, micro: str) -> list[Op]:
+        if unit == LAYER and index < self.dense:
+            return super().after_backward(unit, index, micro)
         return self._reduce(LAYER, micro, EXPERTS) if unit == LAYER else []
 
     def backward_end(self, micro: str) -> list[Op]:
@@ -167,6 +171,6 @@ class ExpertFSDP(FSDP):
         ops = super().backward_end(micro)
         if micro not in (ONLY, LAST):
             return ops
-        shards = nbytes(self.inventory.layers * self.local[EXPERTS], self.precision.gradient)
+        shards = nbytes(self.count[EXPERTS] * self.local[EXPERTS], self.precision.gradient)
         return [*ops, Op("experts.mean", "memory", nbytes=2.0 * shards, dtype=self.precision.gradient,
-                         kernels=max(1, self.inventory.layers * len(self.groups[EXPERTS].params) // 30))]
+                         kernels=max(1, self.count[EXPERTS] * len(self.groups[EXPERTS].params) // 30))]

@@ -1,7 +1,7 @@
 """Megatron's data parallelism with expert parallelism: the experts have gradient buffers of their own.
 
 The gradients of experts are reduced, and with the distributed optimizer their master weights and moments sharded, over the ranks that have the same
-experts (edp = dp x cp / ep); everything else over all of dp x cp. Source: NVIDIA/Megatron-LM core/distributed/distributed_data_parallel.py
+experts (edp = dp x cp / ep, of one instance); everything else over all of dp x cp. Source: NVIDIA/Megatron-LM core/distributed/distributed_data_parallel.py
 (expert_parallel_buffers), core/optimizer/__init__.py (expert parameters have their own groups).
 """
 
@@ -25,47 +25,53 @@ class MegatronExperts(MegatronDP):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         self.edp = run.plan.expert_replicas
-        rest, experts = without_experts(inventory.layer)
+        self.copies = self.edp * self.instances
+        """Ranks that reduce the gradients of the same experts."""
+        parts = [(*without_experts(layer), n) for layer, n in inventory.stretches]
+        rest, experts, mixtures = parts[-1]
+        self.dense = inventory.layers - mixtures
+        """Leading layers without experts: those of a model come first."""
+        if not experts.params:
+            self.dense, mixtures, experts = inventory.layers, 0, NOTHING
         element = element_bytes(self.precision.reduce)
         caps = [max(40_000_000, 1_000_000 * n) * element for n in (self.n, self.edp)]
-        self.buckets = Buckets(inventory._replace(layer=rest), element, caps[0], caps[0], run)
-        self.expert_buckets = Buckets(Inventory(NOTHING, experts, NOTHING, inventory.layers), element, caps[1], caps[1], run)
-        self.expert = experts.params[0]
-        spread = inventory.layers * experts.numel
+        several = tuple((each, n) for each, _, n in parts) if inventory.several else ()
+        self.buckets = Buckets(inventory._replace(layer=rest, several=several), element, caps[0], caps[0], run)
+        self.expert_buckets = Buckets(Inventory(NOTHING, experts, NOTHING, mixtures), element, caps[1], caps[1], run)
+        self.expert = experts.params[0] if mixtures else None
+        spread = mixtures * experts.numel
         self.local = -(-(inventory.numel - spread) // self.shards) + -(-spread // (self.edp if self.distributed else 1))
 
     def layer_variants(self, phase: str, micro: str) -> list[object]:
         found = super().layer_variants(phase, micro)
         if phase != "backward" or not self.syncs(micro):
             return found
-        return list(zip(found, self.expert_buckets.layers, strict=True))
+        return list(zip(found, [()] * self.dense + self.expert_buckets.layers, strict=True))
 
     def completes(self, unit: str, index: int, ready: GradReady) -> Flush | None:
         if unit in (EMBEDDING, HEAD) or not is_expert(ready.param):
             return super().completes(unit, index, ready)
-        return self.expert_buckets.flush.get((LAYER, index), {}).get(ready.param.name) if self.edp > 1 else None
+        return self.expert_buckets.flush.get((LAYER, index - self.dense), {}).get(ready.param.name) if self.copies > 1 else None
 
-    def _reduce(self, size: int, event: str, param: Param | None = None) -> Op:
+    def _reduce(self, size: int, event: str, param: Param | None = None) -> list[Op]:
         if param is None or not is_expert(param):
             return super()._reduce(size, event, param)
-        kind = "reduce-scatter" if self.distributed else "all-reduce"
-        return collective(REPLICAS, kind, self.edp, size, self.precision.reduce, event=f"expert {event}" if event else "",
-                          name=f"bucket.{kind.replace('-', '_')}")
+        return self._sends(REPLICAS, self.edp, size, f"expert {event}" if event else "")
 
-    def _of_experts(self, size: int) -> Op:
+    def _of_experts(self, size: int) -> list[Op]:
         return self._reduce(size, "", self.expert)
 
     def backward_end(self, micro: str) -> list[Op]:
         ops = super().backward_end(micro)
-        if not ops or self.edp == 1:
+        if not ops or self.copies == 1:
             return ops
         if self.plan.overlap_grad_reduce:
             return [*ops, Op("megatron.wait_experts", "wait", kernels=0, event="expert grads")]
-        return [*ops, *(self._of_experts(size) for size in self.expert_buckets.sizes)]
+        return [*ops, *(op for size in self.expert_buckets.sizes for op in self._of_experts(size))]
 
     def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
         sends = super().after_micro_batches(left)
-        return [*sends, *repeated(self.expert_buckets.sizes, lambda size: self._of_experts(size))] if sends and self.edp > 1 else sends
+        return [*sends, *repeated(self.expert_buckets.sizes, self._of_experts)] if sends and self.copies > 1 else sends
 
     def forward_begin(self, micro: str) -> list[Op]:
         ops = super().forward_begin(micro)
@@ -87,4 +93,4 @@ class MegatronExperts(MegatronDP):
         if not sends or self.edp == 1:
             return sends
         event = "params" if self.plan.overlap_param_gather else ""
-        return [*sends, *repeated(self.expert_buckets.sizes, lambda size: self._expert_gather(size, event))]
+        return [*sends, *repeated(self.expert_buckets.sizes, lambda size: [self._expert_gather(size, event)])]

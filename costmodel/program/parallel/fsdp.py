@@ -21,6 +21,8 @@ from costmodel.program.zerobubble import ADDS, ANEW, IDLE, OPENS
 from costmodel.spec import PlanError, Run
 
 ROOT = "root"
+DENSE = "dense layer"
+"""The group of a layer before those that hold a mixture of experts, where a model has both."""
 FINISH = "finish"
 """In place of a class of micro-batch: all are done."""
 
@@ -46,9 +48,15 @@ class FSDP(Strategy):
         self.casts = self.low != p.parameter or p.fp8_gather
         root = UnitParams(inventory.embedding.params + inventory.head.params, inventory.embedding.numel + inventory.head.numel)
         self.groups = {LAYER: inventory.layer, ROOT: root}
-        self.size = {LAYER: self.n, ROOT: self.n}
+        self.count = {LAYER: inventory.stretches[-1][1], ROOT: 1}
+        """How many groups of each name there are."""
+        self.dense = inventory.layers - self.count[LAYER]
+        """Leading layers that are groups named DENSE."""
+        if inventory.several:
+            self.groups[DENSE], self.count[DENSE] = inventory.several[0]
+        self.size = dict.fromkeys(self.groups, self.n)
         """Ranks over which each group is sharded."""
-        self.axes = {LAYER: self.axis, ROOT: self.axis}
+        self.axes = dict.fromkeys(self.groups, self.axis)
         self.shard = {name: g.sharded_numel(self.n) for name, g in self.groups.items()}
         self.local = {name: sum(_local(param.shape[0], self.n) * (param.numel // param.shape[0]) for param in g.params)
                       for name, g in self.groups.items()}
@@ -64,7 +72,15 @@ class FSDP(Strategy):
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def _total(self, per_group: dict[str, int]) -> int:
-        return sum(each * (1 if group == ROOT else self.inventory.layers) for group, each in per_group.items())
+        return sum(each * self.count[group] for group, each in per_group.items())
+
+    def of(self, index: int) -> str:
+        """The group of a layer."""
+        return DENSE if index < self.dense else LAYER
+
+    def last_of(self, index: int) -> str:
+        """The group that is gathered last in the forward of a layer."""
+        return DENSE if index < self.dense else self.last_in_layer
 
     def persistent(self, role: str) -> list[Tensor]:
         return [Tensor("parameters (shard)", "parameters", nbytes(self._total(self.shard), self.precision.parameter))]
@@ -154,7 +170,10 @@ class FSDP(Strategy):
         rest: list[object] = ["middle"] * (self.inventory.layers - 1)
         if phase == "backward" and rest:
             rest[-1] = "last"
-        return ["first" if rest else "only", *rest][:self.inventory.layers]
+        found = ["first" if rest else "only", *rest][:self.inventory.layers]
+        if self.dense:  # and what a layer's neighbours gather and reduce
+            found = [(word, self.of(i - 1), self.of(i), self.of(i + 1)) for i, word in enumerate(found)]
+        return found
 
     def gradient_key(self, micro: str, variant: object) -> object:
         return self.name
@@ -166,43 +185,46 @@ class FSDP(Strategy):
         """
         if unit != LAYER or not self.gathers_in_forward(micro):
             return []
-        ops = [*self._pre_hook(LAYER), *self._gather(LAYER, "gather")]
+        group = self.of(index)
+        ops = [*self._pre_hook(group), *self._gather(group, "gather")]
         if self.n > 1:
             hold = self._hold("copied")
-            previous = (self._buffer(ROOT if index == 0 else self.last_in_layer),) if index or self.groups[ROOT].numel else ()
+            previous = (self._buffer(ROOT if index == 0 else self.last_of(index - 1)),) if index or self.groups[ROOT].numel else ()
             ops.append(hold._replace(frees=previous))
-        return [*ops, *self._copy_out(LAYER, "gather", ()), self._record("copied")]
+        return [*ops, *self._copy_out(group, "gather", ()), self._record("copied")]
 
     def after_forward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER or not self.reshard:
             return []
-        return [work("fsdp.post_hook", FSDP_HOOK).freeing((self._params(LAYER),))]
+        return [work("fsdp.post_hook", FSDP_HOOK).freeing((self._params(self.of(index)),))]
 
     def forward_end(self, micro: str) -> list[Op]:
         """The last gather buffer goes when the root's forward ends."""
         if self.n == 1 or not self.gathers_in_forward(micro):
             return []
-        last = self.last_in_layer if self.inventory.layers else ROOT
+        last = self.last_of(self.inventory.layers - 1) if self.inventory.layers else ROOT
         return [Op("fsdp.forward_end", "host", kernels=0, frees=(self._buffer(last),))]
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
     def backward_begin(self, micro: str) -> list[Op]:
         """The root, still gathered, prefetches the last layer."""
-        return self._gather(LAYER, "gather") if self.reshard and self.plan.backward_prefetch and self.inventory.layers else []
+        last = self.inventory.layers - 1
+        return self._gather(self.of(last), "gather") if self.reshard and self.plan.backward_prefetch and last >= 0 else []
 
     def before_backward(self, unit: str, index: int, micro: str) -> list[Op]:
         if unit != LAYER or not self.reshard:
             return []
-        ops = self._pre_hook(LAYER)
+        group = self.of(index)
+        ops = self._pre_hook(group)
         if not self.plan.backward_prefetch:
-            ops += self._gather(LAYER, "gather")
-        ops += self._copy_out(LAYER, "gather", (self._buffer(LAYER),) if self.n > 1 else ())
+            ops += self._gather(group, "gather")
+        ops += self._copy_out(group, "gather", (self._buffer(group),) if self.n > 1 else ())
         ops.append(self._record("copied"))
         if self.n > 1:
             ops.append(self._hold("copied"))
         if self.plan.backward_prefetch and index > 0:
-            ops += self._gather(LAYER, "gather")
+            ops += self._gather(self.of(index - 1), "gather")
         return ops
 
     def before_recompute(self, index: int, micro: str, first: int, last: int) -> list[Op]:
@@ -325,7 +347,7 @@ class FSDP(Strategy):
         ops.append(Op(f"fsdp.shard_grad({group})", "side", nbytes=tail, dtype=p.gradient, kernels=0 if tail == 0 else 1,
                       allocs=keep, frees=() if holds else (rs_out,), axis=axis))
         if holds and group == ROOT:
-            held = sum(self._bytes(g, p.reduce, whole=False) * (1 if g == ROOT else self.inventory.layers) for g in self.groups)
+            held = sum(self._bytes(g, p.reduce, whole=False) * self.count[g] for g in self.groups)
             ops.append(Op("fsdp.release_all_reduced", "host", kernels=0, frees=(rs_out._replace(nbytes=held),)))
         return ops
 
@@ -342,11 +364,11 @@ class FSDP(Strategy):
         if unit != LAYER:
             return []
         top = index == self.inventory.layers - 1
-        return self._reduce(LAYER, micro, None if top else LAYER)
+        return self._reduce(self.of(index), micro, None if top else self.of(index + 1))
 
     def backward_end(self, micro: str) -> list[Op]:
         """The root's gradients are reduced last; then everything in flight is waited for."""
-        ops = self._reduce(ROOT, micro, LAYER if self.inventory.layers else None)
+        ops = self._reduce(ROOT, micro, self.of(0) if self.inventory.layers else None)
         if self.pipelined:
             return ops
         if self.sync_each or micro in (ONLY, LAST):
@@ -359,12 +381,13 @@ class FSDP(Strategy):
         if not self.pipelined:
             return []
         left = IDLE if self._sums_in_place or not left else left
-        root, layers = self._reduce(ROOT, FINISH, None, left), self.inventory.layers
+        root = self._reduce(ROOT, FINISH, None, left)
         out = [(root, 1)]
         previous = ROOT if root else None
-        if layers:
-            out += [(self._reduce(LAYER, FINISH, previous, left), 1), (self._reduce(LAYER, FINISH, LAYER, left), layers - 1)]
-            previous = LAYER
+        for group, layers in ((DENSE, self.dense), (LAYER, self.count[LAYER])):
+            if layers:
+                out += [(self._reduce(group, FINISH, previous, left), 1), (self._reduce(group, FINISH, group, left), layers - 1)]
+                previous = group
         if previous:
             last = Tensor(f"reduce_scatter_in({previous})", "communication", self._bytes(previous, self.precision.reduce))
             out.append(([Op("fsdp.wait_all", "wait", kernels=0, event="reduce", frees=(last,))], 1))
@@ -393,7 +416,8 @@ class FSDP(Strategy):
     def notes(self) -> list[str]:
         small = [q.name for group in (LAYER, ROOT) for q in self.groups[group].params if q.shape[0] < self.n]
         if small:
-            return [f"{len(small)} kinds of parameter have fewer rows than the {self.n} shards; ranks beyond them hold padding."]
+            return [f"{len(small)} kind{'s' if len(small) > 1 else ''} of parameter {'have' if len(small) > 1 else 'has'} fewer rows than the {self.n} shards; "
+                    "ranks beyond them hold padding."]
         return []
 
 

@@ -2,11 +2,13 @@
 
 Parameters 16-bit, gradients in a persistent buffer (fp32 by default: 18 bytes a parameter with master weights and Adam; with the
 distributed optimizer 6 + 12/n). Without it, gradients are all-reduced (2Ψ); with it reduce-scattered and the updated 16-bit
-parameters all-gathered (2Ψ). A gradient buffer of 16 bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM
-core/distributed/param_and_grad_buffer.py (bucket size max(40 M, 1 M x dp) parameters), core/optimizer; issue 654 (maintainer's
-bytes per parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer: in bf16 fp32 gradients
-beside 16-bit parameters, and although the stage is 0 each rank has the master weights and moments of its slice only, all-reduces
-whole gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
+parameters all-gathered (2Ψ). Several instances of the distributed optimizer (dp_replicate > 1) shard state and gather parameters
+within an instance, and all-reduce the shard of every bucket across instances after its reduce-scatter. A gradient buffer of 16
+bits is copied to fp32 at the step. Sources: NVIDIA/Megatron-LM core/distributed/param_and_grad_buffer.py (bucket size
+max(40 M, 1 M x dp) parameters; inter_distributed_optimizer_instance_group), core/optimizer; issue 654 (maintainer's bytes per
+parameter). There is no dry run of this dialect. DeepSpeed without ZeRO keeps the same buffer: in bf16 fp32 gradients beside
+16-bit parameters, and although the stage is 0 each rank has the master weights and moments of its slice only, all-reduces whole
+gradients and gathers the updated parameters (deepspeed/runtime/bf16_optimizer.py; DeepSpeed issue 2352).
 """
 
 from costmodel.program import float8
@@ -14,14 +16,34 @@ from costmodel.program.inventory import Inventory, nbytes
 from costmodel.program.ir import Op, Tensor
 from costmodel.program.layers import Numbers
 from costmodel.program.optimizer import Update, clip_ops
-from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, collective, element_bytes, repeated
+from costmodel.program.parallel.base import FIRST, LAST, MIDDLE, ONLY, Strategy, collective, element_bytes, repeated
 from costmodel.program.parallel.ddp import Bucketed, Buckets
 from costmodel.program.tape import GradReady
 from costmodel.spec import Run
 from costmodel.spec.parameters import Param
 
-WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias")
+WHOLE_WITH_SEQUENCE = ("attention.out.bias", "mlp.down.bias", "router.weight", "router.bias", "attention.q_a.weight",
+                       "attention.kv_a.weight")
 """Weights beside the norms that every tp rank holds and, under sequence parallelism, sees a part of the tokens with."""
+
+
+def fusion_dummies(s: Strategy) -> list[Tensor]:
+    """Where GEMMs write weight gradients into the buffer, autograd is handed a tensor of each shape that nobody reads (Transformer Engine)."""
+    if not s.recipe.grad_accum_fusion:
+        return []
+    shapes = {q.shape[-2:] for unit in (*(layer for layer, _ in s.inventory.stretches), s.inventory.head) for q in unit.params if len(q.shape) >= 2}
+    return [Tensor("weight-gradient dummies", "temporaries", nbytes(sum(r * c for r, c in shapes), s.precision.parameter))]
+
+
+def shared_over_tp(s: Strategy) -> int:
+    """Elements that every tp rank holds, and of whose gradient it has a part."""
+    if s.plan.tp == 1:
+        return 0
+    inv = s.inventory
+    total = sum(p.numel * n for p, n in inv.norms if s.partial_over_tp(p))
+    if s.plan.sequence_parallel:
+        total += sum(n * p.numel for layer, n in inv.stretches for p in layer.params if p.name in WHOLE_WITH_SEQUENCE)
+    return total
 
 
 class MegatronDP(Bucketed):
@@ -35,6 +57,9 @@ class MegatronDP(Bucketed):
         self.axis = "dp_shard" if self.distributed else "dp_replicate"
         self.reads = ("overlap_grad_reduce", "bucket_bytes" if run.plan.framework == "deepspeed" else "overlap_param_gather" if self.distributed else "")
         self.n = run.plan.dp * run.plan.cp
+        self.group = run.plan.state_shards if self.distributed else self.n
+        """Ranks that scatter gradients and gather parameters: one instance of the distributed optimizer, or all."""
+        self.instances = run.plan.dp_replicate if self.distributed else 1
         slices = run.plan.framework == "deepspeed" and self.precision.master is not None and self.precision.parameter == "bf16"
         self.shards = run.plan.state_shards if self.distributed else self.n if slices else 1
         self.sharded = ("master_weights", "optimizer") if self.distributed or slices else ()
@@ -50,10 +75,7 @@ class MegatronDP(Bucketed):
                Tensor("gradient buffer", "gradients", nbytes(inv.numel, p.gradient))]
         if p.master:
             out.append(Tensor("master weights", "master_weights", nbytes(self.local, p.master)))
-        if self.recipe.grad_accum_fusion:
-            shapes = {q.shape[-2:] for unit in (inv.layer, inv.head) for q in unit.params if len(q.shape) >= 2}
-            dummy = sum(r * c for r, c in shapes)
-            out.append(Tensor("weight-gradient dummies", "temporaries", nbytes(dummy, p.parameter)))
+        out += fusion_dummies(self)
         if self.numbers.fp8:
             style = float8.style_of(self.run)
             out.append(Tensor("fp8 weights", "parameters" if p.fp8_parameters else "framework", style.layouts * style.stored(inv.cast_weights[0])))
@@ -102,18 +124,33 @@ class MegatronDP(Bucketed):
         if self.syncs(micro):
             flush = self.completes(unit, index, ready)
             if flush and self.plan.overlap_grad_reduce:
-                ops.append(self._reduce(flush.nbytes, "grads", ready.param))
+                ops += self._reduce(flush.nbytes, "grads", ready.param)
         return allocs, ops
 
-    def _reduce(self, size: int, event: str, param: Param | None = None) -> Op:
-        """One bucket's reduction; `param` is in it. With dp_replicate > 1 beside the distributed optimizer, the whole group is one reduction here."""
-        kind = "reduce-scatter" if self.distributed else "all-reduce"
-        return collective(self.axis, kind, self.n, size, self.precision.reduce, event=event, name=f"bucket.{kind.replace('-', '_')}")
+    def _reduce(self, size: int, event: str, param: Param | None = None) -> list[Op]:
+        """One bucket's reduction; `param` is in it."""
+        return self._sends(self.axis, self.group, size, event)
+
+    def _sends(self, axis: str, group: int, size: int, event: str) -> list[Op]:
+        """An all-reduce; or a reduce-scatter, and with several instances an all-reduce of the shard across them, which the next bucket waits for: Megatron
+        launches both on one stream."""
+        dtype = self.precision.reduce
+        if self.instances == 1:
+            kind = "reduce-scatter" if self.distributed else "all-reduce"
+            return [collective(axis, kind, group, size, dtype, event=event, name=f"bucket.{kind.replace('-', '_')}")]
+        across = collective("dp_replicate", "all-reduce", self.instances, size // group, dtype, event=event, name="instances.all_reduce")
+        if group == 1:
+            return [across]
+        within = collective(axis, "reduce-scatter", group, size, dtype, event=event and f"{event} scattered", name="bucket.reduce_scatter")
+        if not event:
+            return [within, across]
+        return [Op("megatron.hold", "hold", kernels=0, event=event, axis=axis), within,
+                Op("megatron.hold", "hold", kernels=0, event=f"{event} scattered", axis="dp_replicate"), across]
 
     @property
     def gathers_in_forward(self) -> bool:
         """In a pipeline all stages launch their gathers together (align_param_gather) while the first fills it: there they outlive the step instead."""
-        return self.distributed and self.n > 1 and self.plan.overlap_param_gather and self.plan.pp == 1
+        return self.distributed and self.group > 1 and self.plan.overlap_param_gather and self.plan.pp == 1
 
     def forward_key(self, micro: str) -> object:
         return self.gathers_in_forward and micro in (ONLY, FIRST)
@@ -137,7 +174,7 @@ class MegatronDP(Bucketed):
         message = size // element_bytes(p.reduce) * element_bytes(p.parameter)
         if p.fp8_parameters and self._gathers_fp8:
             message -= message * self.inventory.cast_weights[0] // self.inventory.numel // element_bytes(p.parameter)
-        return collective(self.axis, "all-gather", self.n, message, p.parameter, event=event, name="gather_parameters")
+        return collective(self.axis, "all-gather", self.group, message, p.parameter, event=event, name="gather_parameters")
 
     @property
     def _gathers_fp8(self) -> bool:
@@ -150,7 +187,7 @@ class MegatronDP(Bucketed):
             return []
         if self.plan.overlap_grad_reduce:
             return [Op("megatron.wait", "wait", kernels=0, event="grads")]
-        return [self._reduce(size, "") for size in self.buckets.sizes]
+        return [op for size in self.buckets.sizes for op in self._reduce(size, "")]
 
     def after_micro_batches(self, left: str) -> list[tuple[list[Op], int]]:
         """core/distributed/finalize_model_grads.py, which the schedules call last."""
@@ -165,12 +202,8 @@ class MegatronDP(Bucketed):
     def norm_sums(self) -> list[Op]:
         """Gradients of what every tp rank holds, flat, in one all-reduce (core/distributed/finalize_model_grads.py): norms, and under
         sequence parallelism the biases of row-parallel matmuls; queries' and keys' norms always."""
-        sp, inv = self.plan.sequence_parallel, self.inventory
-        total = sum(p.numel * n for p, n in inv.norms if self.partial_over_tp(p))
-        if sp:
-            total += inv.layers * sum(p.numel for p in inv.layer.params if p.name in WHOLE_WITH_SEQUENCE)
-        dtype = self.precision.gradient
-        if not total or not self.late_norms:
+        total, dtype = shared_over_tp(self), self.precision.gradient
+        if not total:
             return []
         return [collective("tp", "all-reduce", self.plan.tp, nbytes(total, dtype), dtype, name="norm_gradients.all_reduce")]
 
@@ -186,7 +219,7 @@ class MegatronDP(Bucketed):
 
     def after_step(self, role: str) -> list[tuple[list[Op], int]]:
         """Where the update is in slices, the updated parameters are all-gathered, bucket by bucket."""
-        if not self.sharded or self.n == 1 or self.gathers_in_forward:
+        if not self.sharded or self.group == 1 or self.gathers_in_forward:
             return []
         event = "params" if self.plan.overlap_param_gather else ""
-        return repeated(self.buckets.sizes, lambda size: self._gather(size, event))
+        return repeated(self.buckets.sizes, lambda size: [self._gather(size, event)])

@@ -11,12 +11,15 @@ Sources: torch/distributed/pipelining/stage.py (2.13); NVIDIA/Megatron-LM core/p
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from costmodel.program.ir import Comm, Op, Tensor
 from costmodel.program.schedule import PREDICTED, rank_of
-from costmodel.program.zerobubble import SPLIT
 from costmodel.spec import DTYPE_BYTES, PlanError, Run
+from costmodel.spec.kinds import layer_kinds
+from costmodel.spec.pipelining import torch_pipeline_refusals
+from costmodel.spec.run import SPLIT
 
 AXIS = "pp"
 ONLY, FIRST, LAST = "only", "first", "last"
@@ -30,6 +33,8 @@ class Stage(NamedTuple):
     layers: int
     first: bool
     last: bool
+    begins: int = 0
+    """Its first layer, of the model's."""
 
 
 WHOLE = -1
@@ -44,12 +49,12 @@ def stages_of(run: Run) -> list[Stage]:
         return [Stage(WHOLE, run.model.layers, True, True)]
     each, more = divmod(run.model.layers, count)
     layers = p.stage_layers or [each + (i < more) for i in range(count)]
-    return [Stage(i, n, i == 0, i == count - 1) for i, n in enumerate(layers)]
+    return [Stage(i, n, i == 0, i == count - 1, begins) for i, (n, begins) in enumerate(zip(layers, accumulate((0, *layers)), strict=False))]
 
 
 def refusals(run: Run) -> Iterator[PlanError]:
     """What pipeline parallelism cannot do, or not yet."""
-    p, r, m = run.plan, run.recipe, run.model
+    p, r = run.plan, run.recipe
     if p.pp == 1:
         return
     torch = p.framework == "pytorch"
@@ -57,22 +62,12 @@ def refusals(run: Run) -> Iterator[PlanError]:
         yield PlanError("plan.schedule", p.schedule, "this schedule: not predicted yet.", f"Use one of {', '.join(PREDICTED)}.")
     if p.framework == "deepspeed":
         yield PlanError("plan.pp", p.pp, "DeepSpeed's pipeline: not predicted yet.", "Use framework = pytorch or megatron.")
-    if torch and p.zero in (1, 2):
-        yield PlanError("plan.zero", p.zero, "ZeRO-1 and -2 do not go with torch.distributed.pipelining.", "Use zero = 3, or zero = 0.")
-    if torch and p.zero == 3 and p.reshard_after_forward:
-        yield PlanError("plan.reshard_after_forward", True, "under a pipeline FSDP2 keeps parameters gathered for all micro-batches.",
-                        "Use reshard_after_forward = false.")
+    yield from torch_pipeline_refusals(run)
     if torch and r.precision.autocast:
         yield PlanError("recipe.precision", r.precision.name, "torch.autocast under a pipeline: not predicted yet.",
                         "Use bf16-pure, fp32, or zero = 3 (whose mixed precision is per module).")
-    if torch and m.tied_embeddings:
-        yield PlanError("model.tied_embeddings", True, "torch.distributed.pipelining does not tie weights across stages.",
-                        "Use model.tied_embeddings = false, or framework = megatron.")
     if p.schedule in SPLIT:
         yield from _split_refusals(run)
-    if torch and p.schedule == "1f1b" and r.grad_accum < p.pp:
-        yield PlanError("recipe.grad_accum", r.grad_accum, f"PyTorch's 1F1B needs at least as many micro-batches as stages, {p.pp}.",
-                        f"Use grad_accum = {p.pp}, or schedule = gpipe.")
     if r.loss in ("chunked", "fused") and torch:
         yield PlanError("recipe.loss", r.loss, "a pipeline's last stage hands out logits: not predicted with this loss.", "Use loss = eager or bf16.")
 
@@ -85,17 +80,12 @@ def _split_refusals(run: Run) -> Iterator[PlanError]:
     if r.compile:
         yield PlanError("recipe.compile", True, "torch.distributed.pipelining does not split the backward of compiled stages.",
                         "Use compile = false, or schedule = 1f1b or interleaved.")
-    if p.zero == 0 and p.dp > 1:
-        yield PlanError("plan.schedule", p.schedule, "DDP's hooks never see gradients that a split backward makes, and would not reduce them.",
-                        "Use 1f1b or interleaved, or strategy = fsdp.")
-    if p.checkpointing.mode != "none":
-        yield PlanError("plan.checkpointing", p.checkpointing.mode,
-                        "PyTorch computes a checkpoint again for every group of weights in a backward of two passes, not once.",
-                        "Use checkpointing = none, or schedule = 1f1b or interleaved.")
     for on, field, value, what, fix in (
             (p.zero == 3 and p.schedule == "dualpipev", "plan.zero", p.zero, "FSDP2", "Use schedule = zbv, or dp = 1."),
             (r.precision.compute == "fp8", "recipe.precision", r.precision.name, "fp8 arithmetic", "Use bf16-mixed, or schedule = 1f1b or interleaved."),
             (run.model.moe is not None, "model", run.model.name, "a mixture of experts", "Use a dense model, or schedule = 1f1b or interleaved."),
+            (len(set(layer_kinds(run.model, r.seq_len))) > 1, "model.attention_pattern", run.model.attention_pattern, "layers of several kinds",
+             "Use attention_pattern = global or sliding, or schedule = 1f1b or interleaved."),
             (p.cp > 1, "plan.cp", p.cp, "context parallelism", "Use cp = 1, or schedule = 1f1b or interleaved.")):
         if on:
             yield PlanError(field, value, f"{what} with a backward in two passes: not predicted yet.", fix)

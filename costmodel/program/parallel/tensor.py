@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from costmodel.program.layers import Walk
 
 AXIS = "tp"
-COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "mlp.gate.", "mlp.up.", "shared.gate.", "shared.up.")
+COLUMN = ("attention.q.", "attention.k.", "attention.v.", "attention.qkv.", "attention.q_b.", "attention.kv_b.",
+          "mlp.gate.", "mlp.up.", "shared.gate.", "shared.up.")
 ROW = ("attention.out.weight", "mlp.down.weight", "shared.down.weight")
 VOCABULARY = ("embedding.weight", "head.")
 

@@ -47,7 +47,8 @@ class Zero1(DDP):
     def __init__(self, run: Run, numbers: Numbers, inventory: Inventory) -> None:
         super().__init__(run, numbers, inventory)
         numels = [p.numel for p in inventory.embedding.params + inventory.head.params]
-        numels += [p.numel for p in inventory.layer.params] * inventory.layers
+        for layer, count in inventory.stretches:
+            numels += [p.numel for p in layer.params] * count
         parts = greedy_partition(numels, self.group)
         least = min(parts) if len(parts) == self.group else (0, 0, 0)
         self.parts = {"fullest shard": max(parts), "emptiest shard": least}
@@ -76,7 +77,7 @@ class Zero1(DDP):
         if self.group == 1:
             return []
         inv = self.inventory
-        units = ((inv.embedding, 1), (inv.layer, inv.layers), (inv.head, 1))
+        units = ((inv.embedding, 1), *inv.stretches, (inv.head, 1))
         sends = [([self._broadcast(p.numel) for p in unit.params], count) for unit, count in units]
         return [*sends, ([Op("zero.wait", "wait", kernels=0, event="broadcast")], 1)]
 
@@ -169,8 +170,8 @@ class Zero2(Bucketed):
             return []
         element = element_bytes(self.dtype)
 
-        def gather(shard: int) -> Op:
-            return collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather", name="gather_parameters")
+        def gather(shard: int) -> list[Op]:
+            return [collective(self.axis, "all-gather", self.group, shard * self.group * element, self.dtype, event="gather", name="gather_parameters")]
 
         return [*repeated(self.shards, gather), ([Op("zero2.wait_gather", "wait", kernels=0, event="gather")], 1)]
 
