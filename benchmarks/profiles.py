@@ -56,17 +56,25 @@ class Stage:
     by: By
     apart: float
     """Deviation of one source's figures from another's that no constant has."""
+    also: tuple[tuple[str, str], ...] = ()
+    """(place, key) of constants beside those."""
+
+    def moves(self, place: str, key: str) -> bool:
+        """Whether a constant may move."""
+        return (key.startswith(self.keys) and place.startswith(self.rooms)) or (place, key) in self.also
 
 
 TABLES = Stage("tables of kernels", ("attention.",), ("hardware.",), "twin", 0.0)
-RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "host.eager.", "host.collective_s", "step.fixed_s",
-                               "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter.", "moe."), ("hardware.", "software."), "model", 0.05)
+RUNS = Stage("training runs", ("matmul.bf16.peak_share", "matmul.fp16.peak_share", "matmul.unaligned_batched", "host.eager.", "host.collective_s",
+                               "step.fixed_s", "overlap.contention", "tp.eager_factor", "tp.compile_factor", "jitter.", "moe."),
+             ("hardware.", "software."), "model", 0.05,
+             also=(("hardware.b200_sxm", "attention.cudnn.share"),))  # a table of this kernel exists for GB200 alone, whose power limit is higher
 
 
 def stage_fit(stage: Stage, evidence: Sequence[Evidence], say: Callable[[str], None]) -> tuple[Fit, dict[By, Held]]:
     """(fit, what it predicts of figures left out). Families that earn nothing are held, and the rest is fitted again."""
     measured = [item for item in evidence if not item.profile.guess]
-    model = Model(measured, candidates(measured, lambda place, key: key.startswith(stage.keys) and place.startswith(stage.rooms)), stage.apart)
+    model = Model(measured, candidates(measured, stage.moves), stage.apart)
     refused: frozenset[str] = frozenset()
     while True:
         found = fit_model(model, held=refused)
@@ -190,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                                 "fitted", DATE, "", place)) for place, s in time_scatter(found, held).items()]
     if arguments.write:
         stages = (*((TABLES,) if arguments.stage != "runs" else ()), *((RUNS,) if arguments.stage != "tables" else ()))
-        priors = [(key, constant) for (_, key), constant in file_constants(PRIORS).items() if any(key.startswith(stage.keys) for stage in stages)]
+        priors = [(key, constant) for (place, key), constant in file_constants(PRIORS).items() if any(stage.moves(place, key) for stage in stages)]
         write_shipped([*priors, *constants])
         FITTED.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 0
@@ -198,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _base(constants: Iterable[tuple[str, Constant]]) -> str:
     """A profile file for the second fit: its priors, and constants of the first where it was not written."""
-    known = {(place, key): constant for (place, key), constant in file_constants(PRIORS).items() if key.startswith(RUNS.keys)}
+    known = {(place, key): constant for (place, key), constant in file_constants(PRIORS).items() if RUNS.moves(place, key)}
     known |= {(constant.place, key): constant for key, constant in constants}
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="base-", delete=False, encoding="utf-8") as file:
         file.write(profile_text("base", ((key, constant) for (_, key), constant in known.items())))

@@ -186,7 +186,7 @@ def _finished(fields: dict[str, Any], record: Mapping[str, Any]) -> dict[str, An
     stages = _stage_layers(fields, pp, fields.get("plan.virtual_stages") or 1)
     if stages:
         fields["plan.stage_layers"] = stages
-    cluster = _cluster(fields, fields.pop("reader.network", None), fields.pop("reader.link", None))
+    cluster = _cluster(fields, fields.pop("reader.network", None), fields.pop("reader.link", None), fields.pop("reader.node", None))
     kept = {key: value for key, value in fields.items() if value is not None and not key.startswith(("reader.", "cluster."))}
     return {"cluster": cluster.model_dump(), **kept}
 
@@ -205,10 +205,11 @@ def _stage_layers(fields: dict[str, Any], pp: int, virtual: int) -> list[int]:
     return []
 
 
-def _cluster(fields: Mapping[str, Any], network: Any, link: Any) -> Cluster:
-    """The catalogue's cluster, with the links at the rates that the record states. NVLink in words counts both ways."""
+def _cluster(fields: Mapping[str, Any], network: Any, link: Any, node: Any) -> Cluster:
+    """The catalogue's cluster, of nodes of a named shape where a rule has one, with the links at the rates that the record states. NVLink in words
+    counts both ways."""
     gpu, gpus, per_node = fields.get("cluster.gpu"), fields["cluster.gpus"], fields.get("cluster.gpus_per_node")
-    cluster = catalog.cluster(gpus=gpus, gpu=gpu, gpus_per_node=per_node)
+    cluster = catalog.cluster(gpus=gpus, gpu=gpu, name=node, gpus_per_node=per_node)
     levels = list(cluster.levels)
     if match := re.search(r"NVLink\d? (\d+) ?GB/s", str(link or "")):
         rate = float(match[1]) / 2 * 1e9

@@ -98,12 +98,16 @@ def _share_of_host(device: Accelerator, shape: NodeShape, ranks: int) -> Acceler
 
 
 def _levels(device: Accelerator, shape: NodeShape, gpus: int, in_node: int) -> tuple[Level, ...]:
-    """Innermost first: the scale-up link as far as it reaches, then the network where it does not reach all."""
+    """Innermost first: the scale-up link as far as it reaches, PCIe between the boards of a node that it does not join, then the network where
+    these do not reach all."""
     domain = min(gpus, in_node * max(1, shape.scale_up_domain // shape.gpus_per_node)) if not shape.shared_host else in_node
+    board = min(domain, shape.scale_up_domain) if not shape.shared_host else domain
     levels = []
-    if domain > 1:
-        levels.append(Level(name=shape.scale_up, kind=shape.scale_up, domain=domain, bytes_per_s=_scale_up_bytes_per_s(device, shape, domain),
+    if board > 1:
+        levels.append(Level(name=shape.scale_up, kind=shape.scale_up, domain=board, bytes_per_s=_scale_up_bytes_per_s(device, shape, board),
                             switch_reduces=device.switch_reduces and shape.scale_up_switched))
+    if board < domain:
+        levels.append(Level(name="boards", kind="pcie", domain=domain, bytes_per_s=device.pcie_bytes_per_s))
     if domain < gpus:
         levels.append(Level(name="network", kind=shape.network, domain=gpus, bytes_per_s=shape.network_bytes_per_s(in_node)))
     return tuple(levels)

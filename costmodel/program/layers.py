@@ -75,6 +75,12 @@ def resolved_attention(run: Run) -> str:
     return "efficient" if run.model.heads == run.model.kv_heads or r.expand_kv else "math"
 
 
+def megatron_fuses_softmax(squares: int, seq: int, dtype: str) -> bool:
+    """Whether Megatron's kernel of scale, mask and softmax takes so many squares of scores (batch times heads of a rank): 16-bit, up to 4,096 long,
+    and four of each count (NVIDIA/Megatron-LM megatron/core/fusions/fused_softmax.py, is_kernel_available)."""
+    return dtype != "fp32" and 16 < seq <= 4096 and seq % 4 == 0 and squares % 4 == 0
+
+
 class Walk:
     """Records the ops of one unit of a model on a tape."""
 
@@ -82,7 +88,7 @@ class Walk:
                  "vocab", "cached", "cached_flops", "matmuls", "style", "casts", "window", "value_dim")
 
     def __init__(self, run: Run, numbers: Numbers, kind: LayerKind | None = None, *, busiest: bool = True) -> None:
-        self.tape = Tape(DTYPE_BYTES)
+        self.tape = Tape(DTYPE_BYTES, numbers.compiled)
         self.run = run
         self.n = numbers
         self.batch = run.recipe.micro_batch
@@ -172,6 +178,7 @@ class Walk:
         fused = self.n.compiled
         if fused:
             moved = 0.0
+            x.read_bytes = min(x.read_bytes, y.ebytes)
         kernels = 0 if fused else 1
         back = Back("grad", "memory", 0, nbytes=moved, dtype=x.dtype, kernels=kernels)
         self.tape.record(f"{x.name}.to_{dtype}", "memory", (x,), (y,), backs=(back,), nbytes=moved, dtype=dtype, kernels=kernels)
@@ -194,7 +201,8 @@ class Walk:
 
         CUDA's fused kernels save the input and one (RMS) or two fp32 statistics a row. Written out in elementary ops
         (fused_norm = false; counted at 34 bytes an element forward, 56 backward) it saves an fp32 copy of the input and the normalised
-        value; so does the CPU's RMSNorm, both in fp32.
+        value; so does the CPU's RMSNorm, both in fp32. Compiled, the matmuls' casts are part of its kernels, and the gradients that meet at its
+        input or output are read where they are needed; the weight's gradient is a reduction of its own, that reads both again.
         """
         model, r, n, tape = self.run.model, self.run.recipe, self.n, self.tape
         if n.autocast and n.table == "cuda" and not n.compiled:
@@ -207,11 +215,11 @@ class Walk:
         ebytes = x.ebytes
         composed = not r.fused_norm and not n.compiled
         plain = composed or (n.table == "cpu" and not layer)
-        back_bytes = 56.0 * x.numel if plain else (4.0 if n.compiled else 3.0) * x.nbytes
+        read = self.e if n.compiled and name != "embedding_norm" and model.norm_placement == "pre" else ebytes
+        back_bytes = 56.0 * x.numel if plain else float(x.numel * (read + 2 * ebytes))
         backs = [Back("grad", "memory", 0, nbytes=back_bytes, dtype=x.dtype, kernels=14 if plain else 1)]
         if model.norm != "rmsnorm_no_weight":
-            moved = 0.0 if n.compiled else 2.0 * x.nbytes
-            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=moved, dtype=n.param, kernels=0 if n.compiled else 1), heads)
+            backs += self._replicated(Back("wgrad", "memory", weight, nbytes=float(x.numel * (read + ebytes)), dtype=n.param), heads)
             if model.norm_bias and not heads:
                 backs += self._replicated(Back("bgrad", "memory", bias, nbytes=0.0, kernels=0, dtype=n.param), heads)
         fp32_rows = Tensor(f"{name}.rstd", "activations", rows * 4)
@@ -224,9 +232,10 @@ class Walk:
         elif layer:
             stat = rows * (4 if n.table == "cuda" else ebytes)
             stats = (Tensor(f"{name}.mean", "activations", stat), Tensor(f"{name}.rstd", "activations", stat))
-            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=stats, backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=stats, backs=tuple(backs), nbytes=float(x.numel * (ebytes + read)), dtype=x.dtype)
         elif n.table == "cuda":
-            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(fp32_rows,), backs=tuple(backs), nbytes=2.0 * x.nbytes, dtype=x.dtype)
+            tape.record(name, "memory", (x,), (y,), saved=(x,), extra=(fp32_rows,), backs=tuple(backs), nbytes=float(x.numel * (ebytes + read)),
+                        dtype=x.dtype)
         else:
             widened = (Tensor(f"{name}.input.fp32", "activations", wide),) if ebytes != 4 else ()
             normed = () if model.norm == "rmsnorm_no_weight" else (Tensor(f"{name}.normed", "activations", wide),)
@@ -244,11 +253,11 @@ class Walk:
         return [back._replace(gives=None, temp_bytes=nbytes), total]
 
     def rope(self, x: Value, name: str, fraction: float) -> Value:
-        """q·cos + rotate_half(q)·sin; the constants are not saved activations."""
+        """q·cos + rotate_half(q)·sin, in Megatron one kernel of Transformer Engine (apply_rope_fusion); the constants are not saved activations."""
         if fraction == 0:
             return x
         y = self.tape.value(f"{name}.rotated", x.numel, x.dtype)
-        fused = self.n.compiled
+        fused = self.n.compiled or self.tp.megatron
         moved = (2.0 if fused else 9.0) * x.nbytes * fraction
         temp = 0 if fused else 2 * x.nbytes
         self.tape.record(f"{name}.rope", "memory", (x,), (y,), nbytes=moved, dtype=x.dtype, kernels=1 if fused else 5, temp_bytes=temp,
@@ -256,11 +265,11 @@ class Walk:
         return y
 
     def activation(self, x: Value, name: str) -> Value:
-        """An elementwise non-linearity: saves its input (ReLU its output; ReLU² both halves)."""
+        """An elementwise non-linearity, in compiled code one kernel: saves its input (ReLU its output; eager ReLU² both halves)."""
         kind = self.run.model.activation
         y = self.tape.value(f"{name}.act", x.numel, x.dtype)
         back = (Back("grad", "memory", 0, nbytes=3.0 * x.nbytes, dtype=x.dtype),)
-        if kind == "relu_squared":
+        if kind == "relu_squared" and not self.n.compiled:
             half = self.tape.value(f"{name}.relu", x.numel, x.dtype)
             self.tape.record(f"{name}.relu", "memory", (x,), (half,), saved=(half,), backs=back, nbytes=2.0 * x.nbytes, dtype=x.dtype)
             self.tape.record(f"{name}.square", "memory", (half,), (y,), saved=(half,), nbytes=2.0 * x.nbytes, dtype=x.dtype,
@@ -299,16 +308,17 @@ class Walk:
         return y
 
     def add(self, x: Value, y: Value, name: str) -> Value:
-        """The residual sum; compiled, it is part of the norm that reads it. Its gradient reaches both inputs as one tensor; an input of
-        lower precision gets a cast copy."""
+        """The residual sum; compiled, it is part of the norm that reads it; in Megatron of the dropout before it (core/fusions/fused_bias_dropout.py).
+        Its gradient reaches both inputs as one tensor; an input of lower precision gets a cast copy."""
         out = self.tape.value(name, x.numel, x.dtype)
-        moved = float(y.nbytes + out.nbytes + (0 if self.n.compiled else x.nbytes))
+        after_dropout = self.tp.megatron and y.made_by >= 0 and self.tape.nodes[y.made_by].name.endswith(".dropout")
+        moved = float(x.nbytes if after_dropout else y.nbytes + out.nbytes + (0 if self.n.compiled else x.nbytes))
         if x.dtype == y.dtype:
             back = Back("grad", "memory", 1, alias=True)
         else:
             back = Back("grad", "memory", 1, nbytes=float(x.nbytes + y.nbytes), dtype=y.dtype)
         self.tape.record(name, "memory", (x, y), (out,), backs=(Back("grad", "memory", 0, alias=True), back), nbytes=moved, dtype=x.dtype,
-                         kernels=0 if self.n.compiled else 1)
+                         kernels=0 if self.n.compiled or after_dropout else 1)
         return out
 
     # -- attention -----------------------------------------------------------------------------------------------------
@@ -388,7 +398,7 @@ class Walk:
 
     def _checkpointed_core(self, q: Value, k: Value, v: Value) -> Value:
         """Attention alone is computed again in backward (Megatron's selective recompute, arXiv 2205.05198 section 5)."""
-        outer, self.tape = self.tape, Tape(DTYPE_BYTES)
+        outer, self.tape = self.tape, Tape(DTYPE_BYTES, self.n.compiled)
         entries = tuple(self.tape.input(t.name, t.numel, t.dtype) for t in (q, k, v))
         kept, self.cached = self.cached, []
         exit = self.attention_core(*(self.cast(t, self.n.act) for t in entries))
@@ -424,9 +434,10 @@ class Walk:
     def eager_attention(self, q: Value, k: Value, v: Value) -> Value:
         """Attention as matmul, scale, mask, softmax, dropout, matmul: the s² tensors of Korthikanti et al., 5·a·s²·b bytes.
 
-        Megatron's scaled, masked softmax is one kernel. Saved in 16-bit: softmax output 2, dropout mask 1, dropped probabilities 2
-        bytes a score; scores themselves die. Causal FLOPs are not halved: the whole square is computed, whatever a window leaves of it. PyTorch's composed
-        kernel ("math") does all of it in fp32 (aten/src/ATen/native/transformers/attention.cpp).
+        Megatron's scaled, masked softmax is one kernel where it takes the shape; where not, an fp32 copy is scaled, masked, and its softmax cast
+        back (core/fusions/fused_softmax.py). Saved in 16-bit: softmax output 2 (4 in fp32), dropout mask 1, dropped probabilities 2 bytes a score;
+        scores themselves die. Causal FLOPs are not halved: the whole square is computed, whatever a window leaves of it. PyTorch's composed kernel
+        ("math") does all of it in fp32 (aten/src/ATen/native/transformers/attention.cpp).
         """
         m, n, b, s = self.run.model, self.n, self.batch, self.seq
         groups, act = m.heads // m.kv_heads, q.dtype
@@ -440,23 +451,26 @@ class Walk:
         self.tape.record("attention.qk", "matmul", (q, k), (scores,), saved=(q, k), flops=flops, nbytes=moved, dims=scored, dtype=act,
                          backs=(Back("grad_q", "matmul", 0, flops, moved, weighted, act),
                                 Back("grad_k", "matmul", 1, flops, moved, weighted, act)))
-        sb = scores.nbytes
-        scaled = self.tape.value("attention.scaled", scores_numel, act)
-        fused = n.compiled or n.attention == "math" or self.tp.megatron
-        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=act,
-                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act),))
+        wide = self.tp.megatron and not megatron_fuses_softmax(b * self.heads, s, act)
+        if wide:
+            scores = self.cast(scores, "fp32")
+        sb, dtype = scores.nbytes, scores.dtype
+        scaled = self.tape.value("attention.scaled", scores_numel, dtype)
+        fused = n.compiled or n.attention == "math" or self.tp.megatron and not wide
+        self.tape.record("attention.scale", "memory", (scores,), (scaled,), nbytes=(0.0 if fused else 2.0 * sb), kernels=0 if fused else 1, dtype=dtype,
+                         backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=dtype),))
         masked = scaled
         if self.run.recipe.causal:
-            masked = self.tape.value("attention.masked", scores_numel, act)
-            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act,
-                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=act),))
-        soft = "fp32" if n.autocast and n.table == "cuda" else act
+            masked = self.tape.value("attention.masked", scores_numel, dtype)
+            self.tape.record("attention.mask", "memory", (scaled,), (masked,), nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=dtype,
+                             backs=(Back("grad", "memory", 0, nbytes=0.0 if fused else 2.0 * sb, kernels=0 if fused else 1, dtype=dtype),))
+        soft = "fp32" if n.autocast and n.table == "cuda" else dtype
         if not fused:
             masked = self.cast(masked, soft)
         probs = self.tape.value("attention.probs", scores_numel, soft)
         self.tape.record("attention.softmax", "memory", (masked,), (probs,), saved=(probs,), nbytes=float(sb + probs.nbytes), dtype=soft,
                          backs=(Back("grad", "memory", 0, nbytes=3.0 * probs.nbytes, dtype=soft),))
-        used = self.cast(self.dropout(probs, "attention.probs"), act)
+        used = self.cast(self.dropout(self.cast(probs, act) if wide else probs, "attention.probs"), act)
         out = self.tape.value("attention.core", b * s * self.heads * dv, act)
         self.tape.record("attention.pv", "matmul", (used, v), (out,), saved=(used, v), flops=weighing, nbytes=gathered, dims=summed, dtype=act,
                          backs=(Back("grad_p", "matmul", 0, weighing, gathered, valued, act),
@@ -467,8 +481,9 @@ class Walk:
         return merged
 
     def _own(self, x: Value) -> Value:
-        """A batched matmul folds batch and heads, and copies what it cannot fold: a view of more keeps nothing of it."""
-        if x.base is None:
+        """A batched matmul folds batch and heads, and copies what it cannot fold: a view of more keeps nothing of it. Megatron's layout, tokens first,
+        it reads as it lies."""
+        if x.base is None or self.tp.megatron:
             return x
         y = self.tape.value(f"{x.name}.contiguous", x.numel, x.dtype)
         self.tape.record(f"{x.name}.contiguous", "memory", (x,), (y,), nbytes=2.0 * x.nbytes, dtype=x.dtype, backs=(Back("grad", "memory", 0, alias=True),))

@@ -15,9 +15,9 @@ class Value:
     """A tensor of the forward program."""
 
     __slots__ = ("name", "numel", "ebytes", "dtype", "grad", "saves", "saved_first", "last_use", "made_by", "outside", "own_bytes", "grad_comm",
-                 "grad_in_place", "regather", "base")
+                 "grad_in_place", "regather", "base", "read_bytes")
 
-    def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool) -> None:
+    def __init__(self, name: str, numel: int, dtype: str, ebytes: int, grad: bool, outside: bool, read_bytes: int = 0) -> None:
         self.name = name
         self.numel = numel
         self.dtype = dtype
@@ -42,6 +42,8 @@ class Value:
         """Whoever would save it saves this instead, and backward gathers it again."""
         self.base: Value | None = None
         """It is a view of this, and keeps all of it alive."""
+        self.read_bytes = read_bytes
+        """Compiled: the kernel that reads its gradient adds up those that meet, and reads so many bytes an element of each; 0: a kernel adds them."""
 
     @property
     def nbytes(self) -> int:
@@ -131,20 +133,23 @@ class GradReady(NamedTuple):
 class Tape:
     """Records one unit (embedding, layer, head) and reads it back as forward, recompute or backward ops."""
 
-    def __init__(self, element_bytes: dict[str, int]) -> None:
+    def __init__(self, element_bytes: dict[str, int], compiled: bool = False) -> None:
         self.nodes: list[Node] = []
         self.element_bytes = element_bytes
+        self.compiled = compiled
         self.held: list[Value] = []
         self.marked = False
         """Some of its nodes are marks, which a strategy replaces by what it does there."""
 
     def input(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
         """A tensor that comes from another unit."""
-        return Value(name, numel, dtype, self.element_bytes[dtype], grad, True)
+        width = self.element_bytes[dtype]
+        return Value(name, numel, dtype, width, grad, True, width if self.compiled else 0)
 
     def value(self, name: str, numel: int, dtype: str, grad: bool = True) -> Value:
         """A tensor that an op of this tape will make."""
-        return Value(name, numel, dtype, self.element_bytes[dtype], grad, False)
+        width = self.element_bytes[dtype]
+        return Value(name, numel, dtype, width, grad, False, width if self.compiled else 0)
 
     def record(self, name: str, kind: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], *, saved: tuple[Value, ...] = (),
                extra: tuple[Tensor, ...] = (), backs: tuple[Back, ...] = (), flops: float = 0.0, nbytes: float = 0.0,
@@ -403,17 +408,18 @@ def param_uses(nodes: list[Node]) -> dict[str, int]:
 
 
 def meet(grads: dict[int, Gradient], target: Value, old: Gradient, made: Gradient) -> Op:
-    """Two gradients of one tensor are added: in place where the older buffer belongs to nobody else."""
-    work = 3.0 * target.nbytes
+    """Two gradients of one tensor are added: in place where the older buffer belongs to nobody else, or by the fused kernel that reads them."""
+    fused = target.read_bytes
+    work, kernels = (float(target.numel * fused), 0) if fused else (3.0 * target.nbytes, 1)
     freed = [Tensor(made.name, "temporaries", made.nbytes)] if made.refs == 1 else []
     if made.refs > 1:
         made.refs -= 1
     if old.refs == 1:
-        return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype, frees=tuple(freed))
+        return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype, kernels=kernels, frees=tuple(freed))
     old.refs -= 1
     new = Gradient(f"grad:{target.name}", target.nbytes)
     grads[id(target)] = new
-    return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype,
+    return Op(f"{target.name}.accumulate", "memory", nbytes=work, dtype=target.dtype, kernels=kernels,
               allocs=(Tensor(new.name, "temporaries", new.nbytes),), frees=tuple(freed))
 
 

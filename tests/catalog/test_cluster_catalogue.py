@@ -15,7 +15,7 @@ def levels(*args, **kwargs):
 
 def test_every_node_shape_loads_and_makes_a_cluster():
     shapes = list_clusters()
-    assert [shape.name for shape in shapes] == list(entry_names("nodes")) and len(shapes) == 40
+    assert [shape.name for shape in shapes] == list(entry_names("nodes")) and len(shapes) == 41
     for shape in shapes:
         made = cluster(nodes=2, name=shape.name, gpu=None if shape.accelerator else "l4")
         assert made.gpus == 2 * shape.gpus_per_node and made.nodes == 2
@@ -67,6 +67,12 @@ def test_a_pair_on_a_mesh_has_one_link():
 ])
 def test_the_network_share_is_the_instance_documentation_s(name, kind, bytes_per_s):
     assert levels(16, name=name)[1] == ("network", kind, 16, bytes_per_s)
+
+
+def test_boards_that_no_nvlink_joins_meet_over_pcie():
+    """Two boards of four A100 (12 NVLinks to 3 peers, PCIe 4), four 100 Gb/s Omni-Path links a node of eight: the machine of BLOOM."""
+    assert levels(16, name="jean_zay_a100") == [("nvlink", "nvlink", 4, 300e9), ("boards", "pcie", 8, 31.5e9), ("network", "infiniband", 16, 6.25e9)]
+    assert levels(4, name="jean_zay_a100") == [("nvlink", "nvlink", 4, 300e9)]
 
 
 def test_fewer_ranks_on_a_node_share_a_common_nic_but_not_the_rails():

@@ -68,10 +68,12 @@ def test_500_watts_slow_the_same_chip_down() -> None:
 
 
 def test_head_sizes_off_a_multiple_of_8_make_batched_matmuls_several_times_slower() -> None:
-    """BLOOM's head size 108 against 112 on A100."""
+    """BLOOM's head size 108 against 112 on A100. In its log (train/tr11-176B-ml/chronicles-prequel.md, 26 February 2022) 182B with 128 heads takes 43.9 s
+    more than with 64. Scores and their products are 4.2e14 FLOPs a rank and step: with the 4 s that aligned heads take, 9 TFLOP/s."""
     costs = costs_of("a100")
     slow, fast = matmul(2048, 2048, 108, batch=64), matmul(2048, 2048, 112, batch=64)
-    assert 2.5 <= op_s(slow, costs) / op_s(fast, costs) <= 8
+    assert op_s(slow, costs) > 2.5 * op_s(fast, costs)
+    assert 8 <= tflops(slow, costs) <= 13
     assert op_s(matmul(8192, 50257, 768), costs) > 1.5 * op_s(matmul(8192, 50304, 768), costs)
 
 
