@@ -807,9 +807,10 @@ def _chunked_loss(w: Walk, y: Value) -> Value:
     backs: list[Back] = []
     grad_temp = 3 * wide
     for i in range(chunks):
-        backs.append(Back(f"chunk{i}.recompute", "matmul", None, flops, moved, (1, rows, m.hidden, m.vocab), n.act, temp_bytes=forward_temp,
-                          again=True))
-        backs.append(Back(f"chunk{i}.loss", "memory", None, nbytes=8.0 * wide, kernels=6, temp_bytes=grad_temp))
+        kept = Tensor(f"loss.chunk{i}.log_softmax", "activations", wide)
+        backs.append(Back(f"chunk{i}.recompute", "matmul", None, flops, moved, (1, rows, m.hidden, m.vocab), n.act, temp_bytes=forward_temp - wide,
+                          again=True, opens=kept))
+        backs.append(Back(f"chunk{i}.loss", "memory", None, nbytes=8.0 * wide, kernels=6, temp_bytes=grad_temp - wide, closes=kept))
         backs.append(Back(f"chunk{i}.dgrad", "matmul", 0 if i == 0 else None, flops, moved, (1, rows, m.vocab, m.hidden), n.act,
                           temp_bytes=logits * e))
         backs.append(Back(f"chunk{i}.wgrad", "matmul", weight if i == 0 and not n.autocast else None, flops, moved, (1, m.vocab, rows, m.hidden),
