@@ -163,7 +163,7 @@ class Walk:
         return y
 
     def keep_every_other(self, flops: float) -> None:
-        """torchtitan's `selective_ac_option = "op"`: the first, third, … matmul of a layer is kept."""
+        """torchtitan's `selective_ac_option = "op"`: the first, third, … matmul of a layer is kept; fp8's (aten._scaled_mm) is not in its list."""
         self.matmuls += 1
         if self.matmuls % 2:
             self.cached.append(len(self.tape.nodes) - 1)
