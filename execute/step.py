@@ -24,7 +24,7 @@ def train_step(run: Run, prepared: Prepared, batch: Callable[[], Any], marks: Ma
     finite = True
     if prepared.loss_scale is not None:
         with marks.phase_of("unscale"):
-            finite = _unscale(prepared, run.plan.zero)
+            finite = _unscale(prepared)
     if recipe.clip_norm > 0:
         with marks.phase_of("clip"):
             _clip(prepared, recipe.clip_norm)
@@ -65,15 +65,15 @@ def _clip(prepared: Prepared, max_norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(prepared.model.parameters(), max_norm)
 
 
-def _unscale(prepared: Prepared, zero: int) -> bool:
-    """Unscale the gradients and adapt the scale; False where the update must be skipped (never on fake tensors, which have no values). Ranks that hold
-    pieces of the gradients agree (as torch.distributed.fsdp's ShardedGradScaler); whole ones are the same everywhere."""
+def _unscale(prepared: Prepared) -> bool:
+    """Unscale the gradients and adapt the scale; False where the update must be skipped (never on fake tensors, which have no values). All ranks agree,
+    axis by axis, as with torch.distributed.fsdp's ShardedGradScaler."""
     assert prepared.loss_scale is not None
     grads = [p.grad for group in prepared.optimizer.param_groups for p in group["params"] if p.grad is not None]
     found = prepared.loss_scale.unscale(list(compat.inner_tensors(grads)))
-    for axis in ("dp_shard", "tp"):
-        group = prepared.axes.get(axis) if axis == "tp" or zero > 1 else None
-        if group is not None and torch.distributed.get_world_size(group) > 1:
-            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    if torch.distributed.is_initialized():
+        for group in [prepared.axes[axis] for axis in ("dp_replicate", "dp_shard", "tp") if axis in prepared.axes] or [torch.distributed.group.WORLD]:
+            if torch.distributed.get_world_size(group) > 1:
+                torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
     prepared.loss_scale.update(found)
     return isinstance(found, compat.FakeTensor) or not found.item()

@@ -305,8 +305,8 @@ def _experts(run: Run) -> Iterator[PlanError]:
     if p.pp > 1 and m.moe.first_dense_layers:
         yield PlanError("plan.ep", p.ep, "execute does not spread experts in a pipeline of which some layers are dense.", "Use pp = 1, or ep = 1.")
     if p.checkpointing.mode == "selective" and "op" in p.checkpointing.ops:
-        yield PlanError("plan.checkpointing.ops", list(p.checkpointing.ops), "FSDP2's hooks of the experts run inside the layer, where torch counts operations.",
-                        "Use full checkpointing, or ep = 1.")
+        yield PlanError("plan.checkpointing.ops", list(p.checkpointing.ops),
+                        "FSDP2's hooks of the experts run inside the layer, where torch counts operations.", "Use full checkpointing, or ep = 1.")
     if p.ep_dispatcher != "alltoall":
         yield PlanError("plan.ep_dispatcher", p.ep_dispatcher, "execute exchanges rows, not tokens.", "Use ep_dispatcher = alltoall.")
     if p.ep_overlap:

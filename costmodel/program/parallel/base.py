@@ -233,13 +233,15 @@ class Strategy:
         return ops
 
     def unscale(self, u: Update) -> list[Op]:
-        """torch.amp.GradScaler: gradients are divided by the loss scale and checked in one pass, ranks that hold pieces of them agree
-        (torch.distributed.fsdp's ShardedGradScaler), and the host asks whether to update."""
+        """torch.amp.GradScaler: gradients are divided by the loss scale and checked in one pass, ranks agree (torch.distributed.fsdp's
+        ShardedGradScaler; execute's step.py), and the host asks whether to update."""
         if not self.precision.loss_scaling or self.plan.framework != "pytorch":
             return []
         numel = u.numel if self.plan.zero > 1 else self.inventory.numel
         ops = [Op("unscale", "memory", 1.0 * numel, 2.0 * numel * element_bytes(u.grad), dtype=u.grad, kernels=max(1, u.tensors // 30))]
-        for axis, ranks in (("dp_shard", self.plan.state_shards if self.plan.zero > 1 else 1), ("tp", self.plan.tp)):
+        p = self.plan
+        shards, copies = (p.state_shards, p.dp_replicate) if p.zero else (1, p.dp * p.cp)
+        for axis, ranks in (("dp_replicate", copies), ("dp_shard", shards), ("tp", p.tp)):
             if ranks > 1:
                 ops.append(collective(axis, "all-reduce", ranks, 4, "fp32", name="unscale.all_reduce"))
         return [*ops, Op("unscale.sync", "sync", kernels=0)]
