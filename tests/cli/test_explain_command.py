@@ -48,7 +48,8 @@ def test_json_has_stable_keys() -> None:
     data = json.loads(call(f"{ONE} --json").stdout)
     assert list(data) == ["schema", "run", "profile", "explanation", "constants"]
     e = data["explanation"]
-    assert list(e) == ["role", "ranks", "example_rank", "model_params", "params", "axes", "holdings", "movements", "terms", "layer", "pipeline", "basis"]
+    assert list(e) == ["role", "ranks", "example_rank", "model_params", "params", "axes", "holdings", "movements", "terms", "layer", "pipeline", "on_host",
+                       "basis"]
     assert list(e["holdings"][0]) == ["name", "here_bytes", "whole_bytes", "placements"]
     assert {w["figure"] for w in data["constants"]} == {"step_s", "reserved_bytes", "device_bytes"}
     assert all(w["source"] for w in data["constants"])

@@ -32,12 +32,12 @@ def test_three_cards_of_48_gb_hold_the_states_of_llama_3_8b() -> None:
     assert kept(llama_3_8b(3)) / GIB == pytest.approx(39.9, abs=0.1)
 
 
-def test_more_gpus_are_the_only_advice_where_states_exceed_the_card() -> None:
-    """C02: activations cannot help; at least 3 cards of 48 GB are needed for the states alone."""
+def test_more_gpus_or_the_hosts_memory_are_the_only_advice_where_states_exceed_the_card() -> None:
+    """C02: activations cannot help; at least 3 cards of 48 GB are needed for the states alone, or they live in host memory."""
     run = run_of(model="llama-3-8b", gpus=2, gpu="l40s", plan={"strategy": "fsdp", "checkpointing": "full"}, seq_len=8192)
     advice = advise(run)
     assert advice.states_alone
-    assert [list(s.changes) for s in advice.fit] == [["cluster.gpus"]]
+    assert sorted(list(s.changes) for s in advice.fit) == [["cluster.gpus"], ["plan.offload"]]
     found = fewest_gpus(run, risky=True)
     assert found.value is not None and found.value >= 3
 
