@@ -50,6 +50,10 @@ SAVED_OPS = (torch.ops.aten._scaled_dot_product_flash_attention.default, torch.o
              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
 
 
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+"""aten._scaled_mm: torchtitan's list sees the aten.mm of torchao's Float8Tensor before it becomes one."""
+
+
 def checkpoint_ops(function: Callable[..., Any], *args: Any, around: Around = nullcontext, keep_rng: bool = False) -> Any:
     """Selective by operator: keep attention outputs, reduce-scatters and every other matrix product, recompute the rest.
 
@@ -60,7 +64,7 @@ def checkpoint_ops(function: Callable[..., Any], *args: Any, around: Around = nu
 
         def policy(context: Any, op: Any, *a: Any, **k: Any) -> CheckpointPolicy:
             mode = "recompute" if context.is_recompute else "forward"
-            if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            if op in MATMULS:
                 seen[mode] += 1
                 return CheckpointPolicy.MUST_SAVE if seen[mode] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
             return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -130,6 +130,7 @@ def linear(w: "Walk", x: Value, name: str, out: int, width: int, bias: bool) -> 
     m = x.numel // width
     w.matmul_flops += 2.0 * m * width * out
     y = _product(w, x, Param(f"{name}.weight", (out, width)), Sides(1, m, out, width), bias)
+    w.keep_every_other(2.0 * m * width * out)
     return y
 
 

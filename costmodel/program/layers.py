@@ -163,7 +163,8 @@ class Walk:
         return y
 
     def keep_every_other(self, flops: float) -> None:
-        """torchtitan's `selective_ac_option = "op"`: the first, third, … matmul of a layer is kept; fp8's (aten._scaled_mm) is not in its list."""
+        """torchtitan's `selective_ac_option = "op"`: the first, third, … matmul of a layer is kept, of fp8 layers as well (torchao's
+        Float8Tensor is a tensor to whose aten.mm the list applies)."""
         self.matmuls += 1
         if self.matmuls % 2:
             self.cached.append(len(self.tape.nodes) - 1)
