@@ -59,3 +59,13 @@ def test_mfu_counts_active_parameters_and_the_heads_own_width() -> None:
     active = 48 * (2048 * (2 * 32 + 2 * 4) * 128 + 128 * 2048 + 8 * 3 * 2048 * 768) + 151_936 * 2048
     per_token = 6 * active + 12 * 48 * 4096 * 32 * 128
     assert report.model_flops == pytest.approx(per_token * report.tokens_per_step, rel=1e-9)
+
+
+def test_a_mixtures_first_step_lacks_the_optimizers_state() -> None:
+    """C07, pytorch/torchtitan#1789: DeepSeek-V3 16B (DeepSeek-V2-Lite's shape) under FSDP and ep over 8 GPUs, per-operation checkpointing: 58.28 GiB at step 1,
+    73.32 at step 10; in between 14.0 to 15.5 GiB, Adam's 8 bytes a parameter over 8."""
+    report = predicted(model="deepseek-v2-lite", gpus=8, plan={"strategy": "fsdp", "ep": 8, "checkpointing": "selective:op"}, seq_len=4096, micro_batch=4)
+    phases = memory(report).phases
+    more = phases["steady step"].total_bytes - phases["first step"].total_bytes
+    assert 14.0 <= more / GIB <= 15.5
+    assert more == pytest.approx(8 * 15_706_484_224 / 8, rel=0.01)
