@@ -117,12 +117,12 @@ def test_every_second_layer_checkpointed_keeps_half_of_the_rest() -> None:
 
 def test_logits_cost_their_compute_copy_and_fp32_in_the_loss() -> None:
     """CrossEntropyLoss on bf16 logits cast to fp32: the log-softmax saved for backward, 4 bytes a logit, beyond what the vocabulary
-    of one row keeps; chunked losses keep none of it."""
+    of one row keeps; chunked losses keep that of one chunk of eight, while its backward runs."""
     s, step_rows = 512, 4096
     sizes = {loss: [activations(2, {**gpt(1024, 16), "vocab": v}, seq_len=s, loss=loss) for v in (32000, 32000 + step_rows)]
              for loss in ("eager", "chunked")}
     assert sizes["eager"][1] - sizes["eager"][0] >= 4 * s * step_rows
-    assert sizes["chunked"][1] == sizes["chunked"][0]
+    assert sizes["chunked"][1] - sizes["chunked"][0] == 4 * s // 8 * step_rows
 
 
 def test_grouped_queries_keep_smaller_keys_and_values() -> None:
