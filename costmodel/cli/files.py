@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.atomic import write_atomically
 from costmodel.cli.guard import InputError, shown
+from costmodel.foreign.data import SUFFIXES
 
 if TYPE_CHECKING:
     from costmodel.foreign.said import Foreign
-
-SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 def read_run_file(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from costmodel.cli.options import BY_FIELD, Given
+from costmodel.foreign.run_file import toml_value
 
 if TYPE_CHECKING:
     from costmodel.spec import Run
@@ -58,14 +59,4 @@ def written(changes: Mapping[str, Any]) -> str:
 
 def toml_text(value: Any) -> str:
     """A value as `--set` takes it; words stand bare."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_quoted(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_quoted(inner) for inner in value) + "]"
-    return str(value)
-
-
-def _quoted(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else toml_text(value)
+    return value if isinstance(value, str) else toml_value(value)

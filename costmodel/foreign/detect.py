@@ -55,8 +55,9 @@ def _compare(name: str, found: Foreign) -> None:
             known = model(word)
         except PlanError:
             continue
-        if found.params and found.params != known.params:
-            found.notes.append(f"{known.name} of the catalogue has {known.params:,} parameters, and this file's model {found.params:,}")
+        mine = found.params
+        if mine and mine != known.params:
+            found.notes.append(f"{known.name} of the catalogue has {known.params:,} parameters, and this file's model {mine:,}")
         return
 
 

@@ -22,8 +22,8 @@ Rest = Callable[[Keys, dict[str, Any], Foreign], None]
 class Family:
     """One model_type: what all its models share, whether head and embedding are one table where the file does not say, and what else its keys decide."""
 
-    def __init__(self, tied: bool = False, rest: Rest | None = None, activation: str = "silu", heads_kv: str = "same", **shared: Any) -> None:
-        self.tied, self.rest, self.activation, self.heads_kv, self.shared = tied, rest, activation, heads_kv, shared
+    def __init__(self, tied: bool = False, rest: Rest | None = None, activation: str = "silu", **shared: Any) -> None:
+        self.tied, self.rest, self.activation, self.shared = tied, rest, activation, shared
 
 
 def _llama(k: Keys, m: dict[str, Any], _: Foreign) -> None:
@@ -55,10 +55,6 @@ def _windows(k: Keys, m: dict[str, Any], f: Foreign) -> None:
         m |= {"sliding_window": window, "attention_pattern": "mixed", "window_pattern": letters[:period]}
         if letters[:period] == LETTERS["alternating"]:
             m |= {"attention_pattern": "alternating", "window_pattern": ""}
-
-
-def _mistral(k: Keys, m: dict[str, Any], f: Foreign) -> None:
-    _windows(k, m, f)
 
 
 def _qwen2(k: Keys, m: dict[str, Any], f: Foreign) -> None:
@@ -231,13 +227,13 @@ def _starcoder2(k: Keys, m: dict[str, Any], f: Foreign) -> None:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(rest=_llama), "granite": Family(rest=_llama), "smollm3": Family(True, _llama),
-    "mistral": Family(rest=_mistral), "mixtral": Family(rest=_mixtral), "qwen2": Family(rest=_qwen2), "qwen2_moe": Family(rest=_qwen2_moe),
+    "mistral": Family(rest=_windows), "mixtral": Family(rest=_mixtral), "qwen2": Family(rest=_qwen2), "qwen2_moe": Family(rest=_qwen2_moe),
     "qwen3": Family(rest=_qwen3), "qwen3_moe": Family(rest=_qwen3_moe),
     "gemma": Family(True, _gemma, "gelu_tanh"),
     "gemma2": Family(True, _gemma2, "gelu_tanh", norms_per_layer=4, norm_placement="sandwich"),
     "gemma3_text": Family(True, _gemma3, "gelu_tanh", norms_per_layer=4, norm_placement="sandwich", qk_norm="per_head"),
     "olmo2": Family(rest=_olmo2, norm_placement="post", qk_norm="full"), "olmo3": Family(rest=_olmo2, norm_placement="post", qk_norm="full"),
-    "phi3": Family(rest=_mistral, fused_qkv=True),
+    "phi3": Family(rest=_windows, fused_qkv=True),
     "deepseek_v2": Family(rest=_deepseek), "deepseek_v3": Family(rest=_deepseek), "kimi_k2": Family(rest=_deepseek),
     "gpt_oss": Family(rest=_gpt_oss, qkv_bias=True, attention_out_bias=True, attention_sinks=True),
     "gpt2": Family(True, _gpt2, "gelu_tanh", gated=False, fused_qkv=True, positions="learned", **LAYERNORM, **BIASES),

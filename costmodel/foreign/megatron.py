@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from costmodel.foreign import deepspeed
-from costmodel.foreign.said import Foreign, Keys, number, whole
+from costmodel.foreign.said import Foreign, Keys, full_checkpointing, number, padded, whole
 
 PROGRAM = "Megatron-LM"
 VOCABULARIES = {"gpt2bpetokenizer": (50257, "GPT-2's tokenizer"), "llama2tokenizer": (32000, "Llama 2's tokenizer"),
@@ -49,10 +49,6 @@ class _Options(Keys):
     def __init__(self, given: Mapping[str, list[str]]) -> None:
         super().__init__({name: (values[0] if len(values) == 1 else values) if values else True for name, values in given.items()}, "--")
 
-    def count(self, *names: str, default: int | None = None) -> int | None:
-        """A whole number behind the first of these options that is given."""
-        return whole(self.get(*names, default=default))
-
 
 def read(words: Iterable[str], variables: Mapping[str, Any] | None = None, documents: Mapping[str, str] | None = None) -> Foreign:
     """The run of a launch command; `variables` and here-documents of its script say the world size and DeepSpeed's JSON."""
@@ -75,11 +71,7 @@ def _model(k: _Options, f: Foreign) -> None:
     def say(field: str, value: Any, option: str) -> None:
         f.say(f"model.{field}", value, f"--{option}")
 
-    for field, option in (("layers", "num-layers"), ("hidden", "hidden-size"), ("heads", "num-attention-heads")):
-        if (value := k.count(option)) is not None:
-            say(field, value, option)
-        else:
-            f.lacks(f"model.{field}", f"--{option}")
+    f.needs(k, "model", (("layers", "num-layers"), ("hidden", "hidden-size"), ("heads", "num-attention-heads")))
     hidden, layers = f.get("model.hidden", 0), f.get("model.layers", 0)
     if k.on("group-query-attention") and (groups := k.count("num-query-groups")):
         say("kv_heads", groups, "num-query-groups")
@@ -140,9 +132,9 @@ def _positions(k: _Options, say: Any) -> None:
 
 def _vocabulary(k: _Options, f: Foreign) -> None:
     """Rows of the embedding: the tokenizer's, padded."""
-    tp, padded = f.get("plan.tp", 1), k.count("pad-vocab-size-to")
-    if padded:
-        f.say("model.vocab", padded, "--pad-vocab-size-to")
+    tp, given = f.get("plan.tp", 1), k.count("pad-vocab-size-to")
+    if given:
+        f.say("model.vocab", given, "--pad-vocab-size-to")
         return
     unit = (k.count("make-vocab-size-divisible-by", default=128) or 128) * tp
     size, tokenizer = k.count("vocab-size"), str(k.get("tokenizer-type", default="")).lower()
@@ -154,7 +146,7 @@ def _vocabulary(k: _Options, f: Foreign) -> None:
     if not size:
         f.lacks("model.vocab", "the tokenizer decides it: --set model.vocab=50304, say")
         return
-    rows = -(-size // unit) * unit
+    rows = padded(size, unit)
     f.say("model.vocab", rows, source if rows == size else f"{source} {size}, padded to a multiple of {unit}")
 
 
@@ -312,7 +304,7 @@ def _checkpointing(k: _Options, f: Foreign) -> None:
     grain, method = k.get("recompute-granularity"), str(k.get("recompute-method", default="uniform"))
     count = k.count("recompute-num-layers", "checkpoint-num-layers", default=1) or 1
     if k.on("checkpoint-activations") or k.on("deepspeed-activation-checkpointing"):
-        f.say("plan.checkpointing", "full" if count == 1 else f"full:{count}", "--checkpoint-activations")
+        f.say("plan.checkpointing", full_checkpointing(count), "--checkpoint-activations")
     elif k.on("recompute-activations") or grain == "selective":
         modules = k.get("recompute-modules", default="core_attn")
         chosen = modules if isinstance(modules, list) else str(modules).split()
@@ -321,7 +313,7 @@ def _checkpointing(k: _Options, f: Foreign) -> None:
         else:
             f.lost.append(f"--recompute-modules {' '.join(chosen)}: recompute of other modules than core_attn")
     elif grain == "full" and method == "uniform":
-        f.say("plan.checkpointing", "full" if count == 1 else f"full:{count}", "--recompute-num-layers" if count > 1 else "--recompute-granularity")
+        f.say("plan.checkpointing", full_checkpointing(count), "--recompute-num-layers" if count > 1 else "--recompute-granularity")
     elif grain == "full":
         f.lost.append(f"--recompute-method {method}: the first {count} layers of a stage alone are recomputed")
 
@@ -330,11 +322,7 @@ def _recipe(k: _Options, f: Foreign) -> None:
     def say(field: str, value: Any, option: str) -> None:
         f.say(f"recipe.{field}", value, f"--{option}")
 
-    for field, option in (("seq_len", "seq-length"), ("micro_batch", "micro-batch-size"), ("global_batch", "global-batch-size")):
-        if (value := k.count(option)) is not None:
-            say(field, value, option)
-        else:
-            f.lacks(f"recipe.{field}", f"--{option}")
+    f.needs(k, "recipe", (("seq_len", "seq-length"), ("micro_batch", "micro-batch-size"), ("global_batch", "global-batch-size")))
     if k.has("rampup-batch-size"):
         f.notes.append("--rampup-batch-size: the run is a step at the full batch")
     _precision(k, f)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from costmodel.foreign.huggingface import ACTIVATIONS
-from costmodel.foreign.said import Foreign, Keys, number, whole
+from costmodel.foreign.said import Foreign, Keys, number, padded, whole
 
 PROGRAM = "nanotron"
 
@@ -76,7 +76,7 @@ def _model(k: Keys, f: Foreign, unit: int) -> None:
     for field, key in (("layers", "num_hidden_layers"), ("hidden", "hidden_size"), ("heads", "num_attention_heads"), ("kv_heads", "num_key_value_heads"),
                        ("ffn", "intermediate_size"), ("vocab", "vocab_size")):
         if (value := whole(k.get(key))) is not None:
-            say(field, -(-value // unit) * unit if field == "vocab" else value, key)
+            say(field, padded(value, unit) if field == "vocab" else value, key)
         elif field != "kv_heads":
             f.lacks(f"model.{field}", key)
     longest = whole(k.get("max_position_embeddings"))

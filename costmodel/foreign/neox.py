@@ -7,7 +7,7 @@ multiple of make_vocab_size_divisible_by x mp.
 from collections.abc import Mapping
 from typing import Any
 
-from costmodel.foreign.said import Foreign, Keys, number, whole
+from costmodel.foreign.said import Foreign, Keys, full_checkpointing, number, padded, whole
 
 PROGRAM = "GPT-NeoX"
 TOKENIZERS = {"gpt2bpetokenizer": (50257, "GPT-2's tokenizer"), "hftokenizer": (50277, "GPT-NeoX-20B's tokenizer")}
@@ -50,7 +50,7 @@ def read(data: Mapping[str, Any]) -> Foreign:
         f.say("plan.sequence_parallel", True, "sequence_parallel")
     if k.on("checkpoint_activations"):
         count = whole(k.get("checkpoint_num_layers", default=1)) or 1
-        f.say("plan.checkpointing", "full" if count == 1 else f"full:{count}", "checkpoint_activations")
+        f.say("plan.checkpointing", full_checkpointing(count), "checkpoint_activations")
     _recipe(k, f)
     if bucket := whole(zero.get("reduce_bucket_size")):
         f.notes.append(f"reduce_bucket_size = {bucket:,} elements: {2 * bucket / 2**30:.2f} GiB of 16-bit gradients a bucket")
@@ -62,11 +62,7 @@ def _model(k: Keys, f: Foreign) -> None:
     def say(field: str, value: Any, key: str) -> None:
         f.say(f"model.{field}", value, key)
 
-    for field, key in (("layers", "num_layers"), ("hidden", "hidden_size"), ("heads", "num_attention_heads")):
-        if (value := whole(k.get(key))) is not None:
-            say(field, value, key)
-        else:
-            f.lacks(f"model.{field}", key)
+    f.needs(k, "model", (("layers", "num_layers"), ("hidden", "hidden_size"), ("heads", "num_attention_heads")))
     hidden = f.get("model.hidden", 0)
     if groups := whole(k.get("num_kv_heads")):
         say("kv_heads", groups, "num_kv_heads")
@@ -108,7 +104,7 @@ def _model(k: Keys, f: Foreign) -> None:
         say("vocab", size, "padded_vocab_size")
     elif tokenizer in TOKENIZERS:
         rows, words = TOKENIZERS[tokenizer]
-        say("vocab", -(-rows // unit) * unit, f"tokenizer_type ({words}: {rows}, padded to a multiple of {unit})")
+        say("vocab", padded(rows, unit), f"tokenizer_type ({words}: {rows}, padded to a multiple of {unit})")
         f.notes.append(f"the vocabulary is not in the file, and is taken as that of {words}; --set model.vocab=... says another")
     else:
         f.lacks("model.vocab", "the tokenizer decides it: --set model.vocab=50432, say")

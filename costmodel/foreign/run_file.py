@@ -11,8 +11,8 @@ TABLES = ("model", "cluster", "plan", "recipe")
 def text_of(found: Foreign, files: list[str]) -> str:
     """The run file; what was decided, lost and left unread stands in comments above it."""
     lines = [f"# Read from {', '.join(files)} ({found.program})."]
-    if found.params:
-        lines.append(f"# The model has {found.params:,} parameters.")
+    if params := found.params:
+        lines.append(f"# The model has {params:,} parameters.")
     for title, items in (("Note", found.notes), ("NO FIELD FOR", found.lost)):
         for item in items:
             lines += _wrapped(f"# {title}: ", f"{item}.".split())

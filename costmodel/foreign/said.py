@@ -1,6 +1,6 @@
 """What a configuration file of another program says of a run, and how a reader of such files takes it down."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -34,6 +34,14 @@ class Foreign:
         """What has been said of a field."""
         said = self.fields.get(field)
         return default if said is None else said.value
+
+    def needs(self, keys: "Keys", table: str, named: Iterable[tuple[str, str]]) -> None:
+        """Whole numbers, by field and key, that a run cannot do without."""
+        for field, key in named:
+            if (value := keys.count(key)) is not None:
+                self.say(f"{table}.{field}", value, f"{keys.prefix}{key}")
+            else:
+                self.lacks(f"{table}.{field}", f"{keys.prefix}{key}")
 
     def lacks(self, field: str, why: str) -> None:
         """A field that is needed, and that the file does not say."""
@@ -96,6 +104,10 @@ class Keys:
         name = self.has(*names)
         return default if name is None else self.data[name]
 
+    def count(self, *names: str, default: int | None = None) -> int | None:
+        """A whole number behind the first of these names that the file gives."""
+        return whole(self.get(*names, default=default))
+
     def on(self, *names: str) -> bool:
         """Whether a switch is on: true, or a word that says so."""
         value = self.get(*names, default=False)
@@ -110,6 +122,16 @@ class Keys:
     def unread(self) -> list[str]:
         """Keys that nobody looked at."""
         return [f"{self.prefix}{key}" for key in self.data if key not in self.seen]
+
+
+def padded(rows: int, unit: int) -> int:
+    """The least multiple of `unit` that has so many rows."""
+    return -(-rows // unit) * unit
+
+
+def full_checkpointing(layers: int) -> str:
+    """The word for checkpoints of so many layers each."""
+    return "full" if layers == 1 else f"full:{layers}"
 
 
 def whole(value: Any) -> int | None:

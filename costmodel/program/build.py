@@ -573,9 +573,10 @@ class Builder:
     def update(self, role: str, first: bool, *, clips: bool = True) -> Seq:
         """Clipping, the optimizer step and what is sent after it."""
         s = self.strategy
-        clip = s.clip(s.update(role)) if self.run.recipe.clip_norm and clips else []
+        updated = s.update(role)
+        clip = s.clip(updated) if self.run.recipe.clip_norm and clips else []
         (begin, _), *rest = s.updates(role, first)
-        parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*s.unscale(s.update(role)), *clip, *begin]), 1)]
+        parts: list[tuple[Part, int]] = [(self.block(("update", role, first), "update", "optimizer", [*s.unscale(updated), *clip, *begin]), 1)]
         parts += [(self.block(("update", role, first, i), "update", "optimizer", ops), n) for i, (ops, n) in enumerate(rest)]
         if role not in self.sends:
             self.sends[role] = [(Block("update", "optimizer", tuple(ops)), n) for ops, n in s.after_step(role)]
